@@ -1,0 +1,1 @@
+"""Token-exact conversations with a policy served by many replicas."""

@@ -1,0 +1,1 @@
+"""Reinforcement learning of language-model agents: data, rewards, algorithms, the training loop and the ostinato command."""
