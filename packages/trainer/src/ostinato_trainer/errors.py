@@ -1,0 +1,47 @@
+"""The trainer's errors: one tree, rooted in `TrainerError`.
+
+Every leaf is also the standard-library error that a caller would expect, carries nothing but its message, and survives pickling.
+Messages say `<name> must <constraint>, got <value>; <cure>`.
+"""
+
+from __future__ import annotations
+
+
+class TrainerError(Exception):
+    """Root of every error that this package raises on purpose."""
+
+
+class ConfigError(TrainerError, ValueError):
+    """The configuration cannot be read, holds an unknown or conflicting key, or asks for what cannot run."""
+
+
+class DatasetError(TrainerError, ValueError):
+    """A data file or one of its rows is not what the trainer needs; the message names file, row and field."""
+
+
+class RewardError(TrainerError, RuntimeError):
+    """A reward function is missing, raised, timed out or returned something that is no finite number."""
+
+
+class CheckpointError(TrainerError, OSError):
+    """A checkpoint could not be written, found or read."""
+
+
+class BackendError(TrainerError, RuntimeError):
+    """The training backend could not load a model or take a step."""
+
+
+class BatchError(TrainerError, ValueError):
+    """The columns of a batch disagree, or an algorithm was given a batch that it cannot work on."""
+
+
+class AlgorithmError(TrainerError, LookupError):
+    """An advantage estimator, loss or aggregation of that name does not exist or needs a part that is absent."""
+
+
+class LoggerError(TrainerError, RuntimeError):
+    """A metrics logger could not be made, for example because its extra is not installed."""
+
+
+class TrainingInterrupted(TrainerError, RuntimeError):
+    """Training stopped before its last step for a reason that the message states."""
