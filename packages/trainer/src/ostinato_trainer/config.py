@@ -1,0 +1,109 @@
+"""The whole configuration as one typed tree: `Config`.
+
+Frozen structs with unknown fields forbidden; each node is defined where it is read and composed here. Loading, with its
+messages for unknown and renamed keys, is `config_loading`; what loads but cannot run in this version is `config_checks`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from ostinato_trainer.config_actor import ActorConfig, AlgorithmConfig, ModelConfig, OptimConfig
+from ostinato_trainer.config_data import CustomClassConfig, CustomRewardConfig, DataConfig, RewardConfig
+from ostinato_trainer.config_rollout import AgentConfig, CustomServerConfig, MultiTurnConfig, RolloutConfig, ValConfig
+
+__all__ = [
+    "ActorConfig",
+    "ActorRolloutRefConfig",
+    "AgentConfig",
+    "AlgorithmConfig",
+    "Config",
+    "CustomClassConfig",
+    "CustomRewardConfig",
+    "CustomServerConfig",
+    "DataConfig",
+    "ModelConfig",
+    "MultiTurnConfig",
+    "OptimConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "TrainerConfig",
+    "ValConfig",
+]
+
+
+class ActorRolloutRefConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The policy in its two roles, trained and sampled (`actor_rollout_ref`)."""
+
+    model: ModelConfig = ModelConfig()
+    """The policy's files."""
+    actor: ActorConfig = ActorConfig()
+    """The update of the policy."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Generation of trajectories."""
+
+
+class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The run (`trainer`)."""
+
+    total_epochs: Annotated[int, Meta(ge=1)] = 30
+    """Passes over the training rows, unless total_training_steps ends the run earlier or later."""
+    total_training_steps: Annotated[int, Meta(ge=1)] | None = None
+    """Steps of the run; null follows from total_epochs."""
+    save_freq: Annotated[int, Meta(ge=-1)] = -1
+    """Steps between checkpoints; -1 saves only after the last step, 0 never."""
+    test_freq: Annotated[int, Meta(ge=-1)] = -1
+    """Steps between validations; -1 or 0 validates only where val_before_train says so."""
+    val_before_train: bool = True
+    """Validate before the first step, where `data.val_files` gives rows."""
+    nnodes: Annotated[int, Meta(ge=1)] = 1
+    """Machines of the run."""
+    n_gpus_per_node: Annotated[int, Meta(ge=1)] = 1
+    """Devices on each machine."""
+    logger: tuple[Literal["console", "jsonl", "mlflow"], ...] = ("console", "jsonl")
+    """Where metrics go: console, jsonl (metrics.jsonl in default_local_dir), mlflow."""
+    project_name: str = "ostinato"
+    """Name of the project in loggers and paths."""
+    experiment_name: str = "default"
+    """Name of this run in loggers and paths."""
+    default_local_dir: str | None = None
+    """Folder of checkpoints and metrics; null means checkpoints/PROJECT_NAME/EXPERIMENT_NAME."""
+    max_ckpt_to_keep: Annotated[int, Meta(ge=1)] | None = None
+    """Newest checkpoints that are kept; null keeps all."""
+    seed: int = 1
+    """Seed of the run; data and rollout take theirs from it where they have none."""
+    device: str | None = None
+    """Device to train on, as torch writes it; null picks the best one present."""
+
+    @property
+    def local_dir(self) -> str:
+        """`default_local_dir`, or the folder that follows from project and experiment."""
+        return self.default_local_dir or f"checkpoints/{self.project_name}/{self.experiment_name}"
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything that `ostinato train` reads."""
+
+    data: DataConfig = DataConfig()
+    """Rows, prompts and batches."""
+    actor_rollout_ref: ActorRolloutRefConfig = ActorRolloutRefConfig()
+    """The policy, its update and its sampling."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """From rewards to advantages."""
+    reward: RewardConfig = RewardConfig()
+    """Scoring of finished trajectories."""
+    trainer: TrainerConfig = TrainerConfig()
+    """The run."""
+
+    @property
+    def data_seed(self) -> int:
+        """The seed of the order of rows."""
+        return self.trainer.seed if self.data.seed is None else self.data.seed
+
+    @property
+    def rollout_seed(self) -> int:
+        """The seed of sampling."""
+        seed = self.actor_rollout_ref.rollout.seed
+        return self.trainer.seed if seed is None else seed

@@ -1,0 +1,103 @@
+"""The nodes `actor_rollout_ref.model`, `.actor` and `algorithm`: the policy, its optimizer and its loss.
+
+Pure data: knows no torch. The docstring below a field is what `ostinato config` prints as its meaning.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+__all__ = ["ActorConfig", "AlgorithmConfig", "LossAggMode", "ModelConfig", "OptimConfig"]
+
+LossAggMode = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+Beta = Annotated[float, Meta(ge=0, lt=1)]
+
+
+class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The policy's files (`actor_rollout_ref.model`)."""
+
+    path: str | None = None
+    """Folder in the Hugging Face format: config, weights and tokenizer. Must be given to train."""
+    chat_template: str | None = None
+    """Chat template to use instead of the model's own: the template's text, or the path of a `.jinja` file."""
+
+
+class OptimConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """AdamW and its schedule (`actor_rollout_ref.actor.optim`)."""
+
+    lr: Annotated[float, Meta(ge=0)] = 1e-6
+    """Learning rate after warm-up."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay of the two moments."""
+    eps: Annotated[float, Meta(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.01
+    """Decoupled weight decay."""
+    lr_warmup_steps: Annotated[int, Meta(ge=0)] = 0
+    """Optimizer steps over which the learning rate rises linearly from zero."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after warm-up; linear and cosine end at zero with the last step."""
+
+
+class ActorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The update of the policy (`actor_rollout_ref.actor`)."""
+
+    strategy: Literal["local"] = "local"
+    """Training backend; local means one process and one device."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the trained weights."""
+    optim: OptimConfig = OptimConfig()
+    """The optimizer."""
+    grad_clip: Annotated[float, Meta(gt=0)] = 1.0
+    """Largest global norm of the gradient; a larger one is scaled down to it."""
+    ppo_mini_batch_size: Annotated[int, Meta(ge=1)] = 256
+    """Prompts in one optimizer step; times `actor_rollout_ref.rollout.n` it is the number of trajectories."""
+    ppo_micro_batch_size_per_gpu: Annotated[int, Meta(ge=1)] | None = None
+    """Sequences in one forward-backward pass; null takes the whole mini-batch. Not read while use_dynamic_bsz is true."""
+    use_dynamic_bsz: bool = False
+    """Fill forward-backward passes by tokens instead of by sequences."""
+    ppo_max_token_len_per_gpu: Annotated[int, Meta(ge=1)] = 16384
+    """Most tokens in one forward-backward pass while use_dynamic_bsz is true."""
+    ppo_epochs: Annotated[int, Meta(ge=1)] = 1
+    """Passes over the batch of one step."""
+    clip_ratio: Annotated[float, Meta(gt=0)] = 0.2
+    """PPO clip range on both sides, where clip_ratio_low or clip_ratio_high is null."""
+    clip_ratio_low: Annotated[float, Meta(gt=0)] | None = None
+    """Clip range below one; null takes clip_ratio."""
+    clip_ratio_high: Annotated[float, Meta(gt=0)] | None = None
+    """Clip range above one; null takes clip_ratio."""
+    clip_ratio_c: Annotated[float, Meta(gt=1)] = 3.0
+    """Bound of the dual clip for negative advantages."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How token losses become one number; sequences are trajectories, denominators those of the whole mini-batch."""
+    use_kl_loss: bool = False
+    """Add the divergence from the reference policy, a frozen copy of the starting weights, to the loss."""
+    kl_loss_coef: Annotated[float, Meta(ge=0)] = 0.001
+    """Weight of that divergence."""
+    kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "low_var_kl"
+    """Estimator of the divergence: k1 (kl), abs, k2 (mse) or k3 (low_var_kl)."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+
+    @property
+    def clip_low(self) -> float:
+        """The clip range below one that applies."""
+        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+
+    @property
+    def clip_high(self) -> float:
+        """The clip range above one that applies."""
+        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+
+class AlgorithmConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """From rewards to advantages (`algorithm`)."""
+
+    adv_estimator: str = "grpo"
+    """Advantage estimator by name: grpo or rloo."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide GRPO's advantages by the group's standard deviation; false is Dr. GRPO."""

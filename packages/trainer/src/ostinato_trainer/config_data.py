@@ -1,0 +1,95 @@
+"""The nodes `data` and `reward`: where rows come from, how prompts are cut to length, and who scores the answers.
+
+Pure data: nothing here opens a file. The docstring below a field is what `ostinato config` prints as its meaning.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+__all__ = ["CustomClassConfig", "CustomRewardConfig", "DataConfig", "RewardConfig"]
+
+
+class CustomClassConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A class of the user's own, found by file and name."""
+
+    path: str | None = None
+    """Python file, or dotted module, that holds the class; null keeps the built-in class."""
+    name: str | None = None
+    """Name of the class in that file."""
+
+
+class DataConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Rows, prompts and batches (`data`)."""
+
+    train_files: str | tuple[str, ...] = ()
+    """Training rows: one path or a list, each parquet, json or jsonl, local or `hf://datasets/OWNER/NAME/FILE`."""
+    val_files: str | tuple[str, ...] = ()
+    """Validation rows, in the same forms; empty means no validation."""
+    prompt_key: str = "prompt"
+    """Column that holds the prompt as a list of messages."""
+    max_prompt_length: Annotated[int, Meta(ge=1)] = 512
+    """Longest prompt in tokens, tool schemas and generation prompt included."""
+    max_response_length: Annotated[int, Meta(ge=1)] = 512
+    """Most tokens after the prompt in one trajectory: sampled tokens, tool answers and turn separators together."""
+    train_batch_size: Annotated[int, Meta(ge=1)] = 1024
+    """Prompts in one step; each is sampled `actor_rollout_ref.rollout.n` times."""
+    shuffle: bool = True
+    """Draw a new order of the training rows for every epoch."""
+    seed: int | None = None
+    """Seed of that order; null takes `trainer.seed`."""
+    return_raw_chat: bool = True
+    """Give agents the messages instead of token ids; only true exists."""
+    return_multi_modal_inputs: bool = True
+    """Heed the columns `images` and `videos`: rows that fill them are refused for now; false ignores the columns."""
+    filter_overlong_prompts: bool = False
+    """Drop, before training, prompts longer than `data.max_prompt_length`; the numbers kept and dropped are logged."""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """What becomes of an overlong prompt that was not dropped: an error, or text cut from that part of its longest message."""
+    apply_chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Extra variables for the chat template, such as `enable_thinking`."""
+    custom_cls: CustomClassConfig = CustomClassConfig()
+    """A dataset class of your own; it is built like `RLHFDataset` and needs `__len__` and `__getitem__`."""
+    skip_bad_rows: bool = False
+    """Leave out rows that are not as they must be, counting and listing them, instead of stopping at the first."""
+
+    @property
+    def train_paths(self) -> tuple[str, ...]:
+        """`train_files` as a tuple, whichever form was written."""
+        return _as_paths(self.train_files)
+
+    @property
+    def val_paths(self) -> tuple[str, ...]:
+        """`val_files` as a tuple, whichever form was written."""
+        return _as_paths(self.val_files)
+
+
+class CustomRewardConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A reward function of the user's own, found by file and name."""
+
+    path: str | None = None
+    """Python file, or dotted module, that holds the function; null chooses a built-in scorer by the row's data_source."""
+    name: str = "compute_score"
+    """Name of the function: `f(data_source, solution_str, ground_truth, extra_info) -> float | dict`, sync or async."""
+    reward_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Further keyword arguments for the function, built-in scorers included."""
+
+
+class RewardConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Scoring of finished trajectories (`reward`)."""
+
+    custom_reward_function: CustomRewardConfig = CustomRewardConfig()
+    """A reward function of your own."""
+    timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    """Seconds that one score may take; then the trajectory carries a recorded failure, not a zero."""
+    num_workers: Annotated[int, Meta(ge=1)] = 8
+    """Scores computed at the same time."""
+
+
+def _as_paths(files: str | tuple[str, ...]) -> tuple[str, ...]:
+    if isinstance(files, str):
+        return (files,) if files else ()
+    return files
