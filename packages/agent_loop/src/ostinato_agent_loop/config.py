@@ -1,0 +1,150 @@
+"""The configuration nodes of agent loops: `actor_rollout_ref.rollout` as far as trajectories read it.
+
+The trainer composes them into its tree. Values are checked where they enter; the messages name the key.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from ostinato_engines import SamplingParams
+from ostinato_rollout import SessionConfig
+from ostinato_tools import TruncateSide
+
+
+def _check_at_least(node: Any, minimum: int, *names: str) -> None:
+    """Raise a ValueError (which msgspec reports with the path) where a number is set and smaller than `minimum`."""
+    for name in names:
+        value = getattr(node, name)
+        if value is not None and value < minimum:
+            raise ValueError(f"{name} must be at least {minimum}, got {value}; leave it out for its default")
+
+
+class MultiTurnConfig(SessionConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`actor_rollout_ref.rollout.multi_turn`: conversations with tools."""
+
+    enable: bool = False
+    """Allow agents that use tools; a row whose agent needs tools is refused at start while this is false."""
+    max_assistant_turns: int | None = None
+    """Most generations in a trajectory; null: no limit but the response's length."""
+    max_user_turns: int | None = None
+    """Most times that tools (or a user) answer in a trajectory; null: no limit but the response's length."""
+    max_parallel_calls: int = 1
+    """Most tool calls that run in one turn; further ones are answered with a message that says so."""
+    max_consecutive_malformed: int = 3
+    """Turns in a row that may hold only unreadable tool calls; each is answered with what was wrong, the next one
+    ends the trajectory. 0 ends it at the first."""
+    max_tool_response_length: int = 256
+    """Longest text of a tool's answer, in characters; more is cut."""
+    tool_response_truncate_side: TruncateSide = TruncateSide.MIDDLE
+    """Which part of a too long answer is cut out: `left`, `right` or `middle`."""
+    tool_config_path: str | None = None
+    """YAML file that lists tool classes with their configuration and schema."""
+    function_tool_path: str | None = None
+    """Python file with functions decorated by `@function_tool`."""
+    tool_timeout_s: float = 60.0
+    """Seconds that one tool call may take before the model is told that it timed out."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "max_assistant_turns", "max_user_turns", "max_parallel_calls", "max_tool_response_length")
+        _check_at_least(self, 0, "max_consecutive_malformed")
+        if not self.tool_timeout_s > 0:
+            raise ValueError(f"tool_timeout_s must be positive, got {self.tool_timeout_s}; give seconds")
+
+
+class CustomServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`agent.custom_async_server`: a server class of your own."""
+
+    path: str | None = None
+    """Python file or dotted module that defines the class."""
+    name: str | None = None
+    """Name of the class, a subclass of `ostinato_engines.AsyncServerBase`."""
+
+    def __post_init__(self) -> None:
+        if (self.path is None) != (self.name is None):
+            raise ValueError(f"path and name must be given together, got path={self.path!r}, name={self.name!r}; give both")
+
+
+class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`actor_rollout_ref.rollout.agent`: who runs the trajectories."""
+
+    num_workers: int = 8
+    """Workers that the rows of a batch are split over."""
+    default_agent_loop: str = "single_turn_agent"
+    """Agent of rows that have no `agent_name`."""
+    agent_loop_config_path: str | None = None
+    """YAML list of further agents, each with `name` and `_target_` (the class's dotted path)."""
+    custom_async_server: CustomServerConfig = CustomServerConfig()
+    """A server class of your own instead of the engines that come with the project."""
+    agent_loop_manager_class: str | None = None
+    """Dotted path of a manager class to use instead of `AgentLoopManager`."""
+    max_concurrency: int = 256
+    """Most trajectories that one worker has under way."""
+    trajectory_timeout_s: float = 3600.0
+    """Seconds after which a trajectory is given up and recorded as failed."""
+    reward_timeout_s: float = 600.0
+    """Seconds after which a reward is given up and recorded as failed."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "num_workers", "max_concurrency")
+        for name in ("trajectory_timeout_s", "reward_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}; give seconds")
+        if not self.default_agent_loop:
+            raise ValueError("default_agent_loop must name an agent, got ''; use single_turn_agent or tool_agent")
+
+
+class ValidationSamplingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`actor_rollout_ref.rollout.val_kwargs`: sampling of validation rows."""
+
+    n: int = 1
+    """Trajectories per row."""
+    do_sample: bool = False
+    """Sample with the values below; false takes the most likely token each time."""
+    temperature: float = 1.0
+    """Divides the logits before sampling."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probabilities add up to this."""
+    top_k: int = -1
+    """Keep only this many of the most likely tokens; -1 keeps all."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "n")
+
+
+class RolloutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`actor_rollout_ref.rollout` as far as trajectories read it; the trainer adds the engine's keys."""
+
+    n: int = 1
+    """Trajectories per row: the size of a group."""
+    temperature: float = 1.0
+    """Divides the logits before sampling."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probabilities add up to this."""
+    top_k: int = -1
+    """Keep only this many of the most likely tokens; -1 keeps all."""
+    repetition_penalty: float = 1.0
+    """Divides the scores of tokens that occurred before; 1 changes nothing."""
+    val_kwargs: ValidationSamplingConfig = ValidationSamplingConfig()
+    """Sampling of validation rows."""
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
+    """Conversations with tools."""
+    agent: AgentConfig = AgentConfig()
+    """Who runs the trajectories."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "n")
+        self.sampling_params()
+        self.sampling_params(validate=True)
+
+    def sampling_params(self, *, validate: bool = False) -> SamplingParams:
+        """Return how trajectories sample; what is not set here is off, whatever a checkpoint's files recommend."""
+        if not validate:
+            return SamplingParams.from_mapping(
+                {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
+            )
+        values = self.val_kwargs
+        if not values.do_sample:
+            return SamplingParams(temperature=0.0)
+        return SamplingParams.from_mapping({"temperature": values.temperature, "top_p": values.top_p, "top_k": values.top_k})

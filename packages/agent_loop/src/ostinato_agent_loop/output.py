@@ -1,0 +1,146 @@
+"""What an agent hands to training: token ids, which of them were sampled, and why the trajectory ended.
+
+Invariant: the parts of an `AgentLoopOutput` agree from the moment it exists; contradictions are errors, never padding.
+This module knows sessions and ledgers, no tokenizer and no reward.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+from ostinato_engines import PolicySpan
+from ostinato_rollout import ChatSession, Failure
+
+from .errors import AgentLoopOutputError
+
+
+class TrajectoryEnd(StrEnum):
+    """Why a trajectory ended."""
+
+    STOP = "stop"
+    """The model ended its only turn."""
+    NO_TOOL_CALL = "no_tool_call"
+    """The model ended a turn without calling a tool: its answer."""
+    RESPONSE_LENGTH = "response_length"
+    """The response, or the model's context, is full."""
+    TURN_LENGTH = "turn_length"
+    """A turn was cut at its own limit before it held a complete call."""
+    TOOL_RESPONSE_LENGTH = "tool_response_length"
+    """The answer of the tools left no room to go on; it is not part of the output."""
+    MAX_ASSISTANT_TURNS = "max_assistant_turns"
+    MAX_USER_TURNS = "max_user_turns"
+    TOOL_TERMINATED = "tool_terminated"
+    """A tool said that the trajectory is over."""
+    MALFORMED_CALLS = "malformed_calls"
+    """Too many turns in a row held only calls that could not be read."""
+    NOTHING_GENERATED = "nothing_generated"
+    """A turn came back without a token."""
+    FAILED = "failed"
+    """The trajectory failed; see its failure."""
+
+
+class AgentLoopMetrics(msgspec.Struct):
+    """What a trajectory cost. All its segments share one object: count it once per trajectory."""
+
+    generate_sequences: float = 0.0
+    """Seconds spent waiting for generations."""
+    tool_calls: float = 0.0
+    """Seconds spent waiting for tools."""
+    compute_score: float = 0.0
+    """Seconds spent on the reward."""
+    num_preempted: int = -1
+    """How often the engine put a generation aside; -1: not known."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that replicas did not compute again."""
+    num_tokenization_mismatches: int = 0
+    """Segments that the sanity check found different from a fresh render."""
+    num_tool_calls: int = 0
+    """Calls that the model made, whether they ran or not."""
+    tool_outcomes: dict[str, int] = {}
+    """Calls by outcome (`ok`, `timeout`, ...); `not_run` counts those beyond `max_parallel_calls`."""
+    num_release_failures: int = 0
+    """Tool instances whose release raised."""
+
+
+class AgentLoopOutput(msgspec.Struct, kw_only=True):
+    """One segment of a trajectory, ready for training; most trajectories have one."""
+
+    prompt_ids: list[int]
+    """What stood before the first sampled token."""
+    response_ids: list[int]
+    """From the first sampled token on: what was sampled, and what tools and users said between."""
+    response_mask: list[int]
+    """1 where the policy sampled the token, else 0; as long as `response_ids`."""
+    response_logprobs: list[float] | None = None
+    """Log-probabilities of the sampled tokens under the policy that sampled them, NaN or 0.0 elsewhere; None if unknown."""
+    num_turns: int = 0
+    """Messages of the conversation, the first prompt counted as one."""
+    stop_reason: TrajectoryEnd = TrajectoryEnd.STOP
+    """Why the trajectory ended."""
+    policy_versions: tuple[PolicySpan, ...] = ()
+    """Which policy sampled from which offset in `response_ids` on; sorted, the first at 0. Empty: nothing is known."""
+    multi_modal_data: dict | None = None
+    """Media that the token ids have places for."""
+    position_ids: list[int] | None = None
+    """Positions of prompt and response where they are not 0, 1, 2, ..."""
+    reward_score: float | None = None
+    """The trajectory's score, if it has one; the same on every segment."""
+    metrics: AgentLoopMetrics = msgspec.field(default_factory=AgentLoopMetrics)
+    """What the trajectory cost."""
+    extra_fields: dict[str, Any] = {}
+    """`turn_scores`, `tool_rewards`, `messages`, and what an agent adds."""
+    failure: Failure | None = None
+    """Set where the agent itself declares its trajectory failed."""
+    group_id: str = ""
+    """Which row's group it belongs to; filled in by the worker."""
+    trajectory_id: str = ""
+    """Which trajectory it belongs to; filled in by the worker."""
+    segment_index: int = 0
+    """Its place among the trajectory's segments; filled in by the worker."""
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raise AgentLoopOutputError if the parts contradict each other."""
+        for name in ("prompt_ids", "response_ids", "response_mask"):
+            value = getattr(self, name)
+            if not isinstance(value, list):
+                raise AgentLoopOutputError(f"{name} must be a list of ints, got {type(value).__name__}; convert it")
+        length, mask = len(self.response_ids), self.response_mask
+        if not self.prompt_ids and self.failure is None:
+            raise AgentLoopOutputError(
+                "prompt_ids must hold at least one token, got none; the first sampled token needs something before it"
+            )
+        if len(mask) != length:
+            raise AgentLoopOutputError(
+                f"response_mask must be as long as response_ids ({length}), got {len(mask)}; extend both together"
+            )
+        if mask.count(0) + mask.count(1) != length:
+            wrong = next(value for value in mask if value not in (0, 1))
+            raise AgentLoopOutputError(f"response_mask must hold 0 and 1 only, got {wrong!r}; 1 marks sampled tokens")
+        if self.response_logprobs is not None and len(self.response_logprobs) != length:
+            raise AgentLoopOutputError(
+                f"response_logprobs must be as long as response_ids ({length}), got {len(self.response_logprobs)};"
+                " give None where the engine reports none"
+            )
+        total = len(self.prompt_ids) + length
+        if self.position_ids is not None and len(self.position_ids) != total:
+            raise AgentLoopOutputError(
+                f"position_ids must cover prompt and response ({total}), got {len(self.position_ids)}; or give None"
+            )
+        if self.num_turns < 0:
+            raise AgentLoopOutputError(f"num_turns must not be negative, got {self.num_turns}; count messages")
+        self._check_versions(length)
+
+    def _check_versions(self, length: int) -> None:
+        starts = [span.start for span in self.policy_versions]
+        if not starts:
+            return
+        if starts[0] != 0 or any(a >= b for a, b in zip(starts, starts[1:], strict=False)) or starts[-1] >= max(length, 1):
+            raise AgentLoopOutputError(
+                f"policy_versions must start at 0, rise, and stay within the {length} response tokens, got starts {starts}"
+                "; give offsets into response_ids"
+            )

@@ -1,0 +1,73 @@
+"""The small values that a session takes and gives."""
+
+from __future__ import annotations
+
+import msgspec
+from ostinato_engines import StopReason
+from ostinato_tools import ToolCall
+
+from .errors import SessionInputError
+
+
+class SessionBudget(msgspec.Struct, frozen=True):
+    """How many tokens a conversation may use.
+
+    The response is everything after the first prompt: what the policy samples and what tools and users add between.
+    It is bounded over all segments together. A later segment holds the rebuilt conversation as its prompt; those tokens
+    are not response, but no segment may grow beyond `max_prompt_tokens + max_response_tokens`, nor beyond `max_model_len`.
+    """
+
+    max_prompt_tokens: int
+    """Longest first prompt, in tokens, generation prompt included."""
+    max_response_tokens: int
+    """Longest response, in tokens, over the whole trajectory."""
+    max_model_len: int | None = None
+    """Longest context that the model serves, in tokens; None: the sum of the two above decides."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_prompt_tokens", "max_response_tokens", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise SessionInputError(f"{name} must be a positive number of tokens, got {value!r}; raise it")
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Longest segment, in tokens."""
+        total = self.max_prompt_tokens + self.max_response_tokens
+        return total if self.max_model_len is None else min(total, self.max_model_len)
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """One turn of the policy, parsed."""
+
+    message: dict
+    """The assistant message in OpenAI form, as the session's history holds it."""
+    reasoning: str | None
+    """What the model thought aloud before its answer, if the parser found any."""
+    tool_calls: tuple[ToolCall, ...]
+    """The calls in the order written; a malformed one carries its `error`."""
+    errors: tuple[str, ...]
+    """What could not be read as a call at all, in words that can be shown to the model."""
+    stop_reason: StopReason
+    """Why the generation ended."""
+    num_tokens: int = 0
+    """Tokens sampled in this turn; 0 means that nothing was generated and nothing was recorded."""
+
+
+class SessionMetrics(msgspec.Struct):
+    """What one conversation cost; grows as it goes."""
+
+    generate_s: float = 0.0
+    """Seconds spent waiting for generations."""
+    num_generations: int = 0
+    """Turns for which a replica was asked."""
+    num_sampled_tokens: int = 0
+    """Tokens sampled by the policy."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that replicas did not have to compute again, where they say so."""
+    num_preempted: int = 0
+    """How often the engine put a generation of this session aside, where it says so."""
+    num_mismatches: int = 0
+    """Segments whose recorded tokens differ from a fresh render, found by the sanity check at the end."""
+    mismatch_reports: list[str] = []
+    """One readable report for each of them."""
