@@ -1,0 +1,175 @@
+"""The life of replicas in one process: start, health, wake, sleep, new weights, and taking out those that fail.
+
+Invariant: every replica in service serves the same policy version. Knows servers and clients, no conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import weakref
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+from ostinato_engines import AsyncServerBase, Health, WeightManifest
+
+from .client import LLMServerClient
+from .errors import NoReplicaError, ReplicaError, SessionInputError
+from .failure import Failure, FailureKind
+from .routing import ReplicaPolicy
+
+logger = logging.getLogger(__name__)
+
+
+class ServerPool:
+    """Replicas of one policy.
+
+    An operation goes to all replicas in service at the same time. One that fails or overruns the deadline is taken out
+    of service, with the failure kept in `lost`; when none is left, NoReplicaError names them all.
+
+    Args:
+        servers: The replicas, at least one, not started yet.
+        timeout_s: Longest time that one operation on one replica may take.
+    """
+
+    def __init__(self, servers: Sequence[AsyncServerBase], *, timeout_s: float = 600.0) -> None:
+        if not servers:
+            raise NoReplicaError("servers must hold at least one replica, got none; build one first")
+        if len({id(server) for server in servers}) != len(servers):
+            raise SessionInputError("servers must be distinct objects, got one twice; build one for each replica")
+        if not timeout_s > 0:
+            raise SessionInputError(f"timeout_s must be positive, got {timeout_s}; give seconds")
+        self._all: dict[int, AsyncServerBase] = dict(enumerate(servers))
+        self._in_service: dict[int, AsyncServerBase] = dict(self._all)
+        self._timeout_s = timeout_s
+        self._clients: weakref.WeakSet[LLMServerClient] = weakref.WeakSet()
+        self.lost: dict[int, Failure] = {}
+        """Replicas taken out of service, by their index, and why."""
+
+    @property
+    def servers(self) -> tuple[AsyncServerBase, ...]:
+        """Replicas in service."""
+        return tuple(self._in_service.values())
+
+    @property
+    def policy_version(self) -> int:
+        """Version that is served; while replicas differ (before a first update), the oldest.
+
+        Raises:
+            NoReplicaError: None is in service.
+        """
+        self._check_left("serve a policy")
+        return min(server.policy_version for server in self._in_service.values())
+
+    def client(self, *, seed: int = 0, timeout_s: float = 600.0, policy: ReplicaPolicy | None = None) -> LLMServerClient:
+        """Return a client over the replicas in service, which follows when one is taken out."""
+        self._check_left("make a client")
+        client = LLMServerClient(self.servers, seed=seed, timeout_s=timeout_s, policy=policy)
+        self._clients.add(client)
+        return client
+
+    async def start(self) -> None:
+        """Start every replica. If one fails, the others are shut down again and its error is raised."""
+        failures = await self._on_each("start", lambda server: server.start())
+        if failures:
+            await self.shutdown()
+            replica, error = next(iter(failures.items()))
+            raise ReplicaError(
+                f"all {len(self._all)} replicas must start, got {len(failures)} failures; the first, replica {replica}:"
+                f" {type(error).__name__}: {error}",
+                replica=replica,
+            ) from error
+
+    async def shutdown(self) -> None:
+        """Shut every replica down, those out of service too; failures are logged."""
+        for replica, error in (await self._on_each("shut down", lambda server: server.shutdown(), self._all)).items():
+            logger.warning("replica %d failed to shut down: %s: %s", replica, type(error).__name__, error)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Make replicas ready to generate; one that cannot is taken out."""
+        await self._or_take_out("wake up", lambda server: server.wake_up(tags))
+
+    async def sleep(self, level: int = 1) -> None:
+        """Let replicas give memory back until `wake_up`; one that cannot is taken out."""
+        await self._or_take_out("go to sleep", lambda server: server.sleep(level))
+
+    async def health(self) -> dict[int, Health]:
+        """Return the health of each replica in service; one that does not answer is taken out."""
+        answers: dict[int, Health] = {}
+
+        async def ask(server: AsyncServerBase) -> None:
+            answers[self._index(server)] = await server.health()
+
+        await self._or_take_out("tell its health", ask)
+        return dict(sorted(answers.items()))
+
+    async def update_weights(self, manifest: WeightManifest, make_weights: Callable[[], Iterable[tuple[str, Any]]]) -> None:
+        """Bring every replica to `manifest.version`; one that fails or reports another version afterwards is taken out.
+
+        Args:
+            manifest: What is sent.
+            make_weights: Called once for each replica; its iterable yields (name, tensor) in the manifest's order.
+        """
+
+        async def update(server: AsyncServerBase) -> None:
+            await server.update_weights(manifest, make_weights())
+            if server.policy_version != manifest.version:
+                raise ReplicaError(
+                    f"policy_version must be {manifest.version} after the update, got {server.policy_version};"
+                    " that server ignored the weights"
+                )
+
+        await self._or_take_out(f"take weights of version {manifest.version}", update)
+
+    def take_out(self, server: AsyncServerBase, failure: Failure) -> None:
+        """Take a replica out of service and out of every client; its running requests may end on it."""
+        replica = self._index(server)
+        if self._in_service.pop(replica, None) is None:
+            return
+        self.lost[replica] = failure
+        for client in self._clients:
+            client.remove_server(server)
+        logger.error("replica %d is out of service: %s: %s", replica, failure.where, failure.message)
+
+    def _index(self, server: AsyncServerBase) -> int:
+        for replica, known in self._all.items():
+            if known is server:
+                return replica
+        raise SessionInputError(f"server must be one of this pool's replicas, got {server!r}; use pool.servers")
+
+    def _check_left(self, purpose: str) -> None:
+        if not self._in_service:
+            causes = "; ".join(f"replica {replica}: {failure.message}" for replica, failure in self.lost.items())
+            raise NoReplicaError(f"at least one replica must be in service to {purpose}, got none ({causes}); restart them")
+
+    async def _or_take_out(self, purpose: str, operation: Callable[[AsyncServerBase], Awaitable[None]]) -> None:
+        self._check_left(purpose)
+        for replica, error in (await self._on_each(purpose, operation)).items():
+            kind = FailureKind.TIMEOUT if isinstance(error, TimeoutError) else FailureKind.ENGINE
+            self.take_out(self._all[replica], Failure.from_error(error, f"replica {replica} had to {purpose}", kind=kind))
+        self._check_left(purpose)
+
+    async def _on_each(
+        self,
+        purpose: str,
+        operation: Callable[[AsyncServerBase], Awaitable[None]],
+        servers: dict[int, AsyncServerBase] | None = None,
+    ) -> dict[int, Exception]:
+        """Run `operation` on all at once, each under the deadline; return the errors by replica."""
+        failures: dict[int, Exception] = {}
+
+        async def one(replica: int, server: AsyncServerBase) -> None:
+            try:
+                async with asyncio.timeout(self._timeout_s) as deadline:
+                    await operation(server)
+            except TimeoutError as error:
+                if deadline.expired():
+                    error = TimeoutError(f"replica {replica} must {purpose} within {self._timeout_s:g} s, got no answer")
+                failures[replica] = error
+            except Exception as error:
+                failures[replica] = error
+
+        async with asyncio.TaskGroup() as group:
+            for replica, server in (self._in_service if servers is None else servers).items():
+                group.create_task(one(replica, server))
+        return dict(sorted(failures.items()))
