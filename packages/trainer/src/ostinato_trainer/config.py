@@ -1,7 +1,7 @@
 """The whole configuration as one typed tree: `Config`.
 
-Frozen structs with unknown fields forbidden; each node is defined where it is read and composed here. Loading, with its
-messages for unknown and renamed keys, is `config_loading`; what loads but cannot run in this version is `config_checks`.
+Frozen structs with unknown fields forbidden; each node is defined where it is read and composed here. Loading, with
+its messages for unknown and renamed keys, is `config_loading`; what cannot run in this version is `config_checks`.
 """
 
 from __future__ import annotations

@@ -11,9 +11,7 @@ from msgspec import Meta, Struct
 
 __all__ = ["ActorConfig", "AlgorithmConfig", "LossAggMode", "ModelConfig", "OptimConfig"]
 
-LossAggMode = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Beta = Annotated[float, Meta(ge=0, lt=1)]
 
 
@@ -57,7 +55,7 @@ class ActorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     ppo_mini_batch_size: Annotated[int, Meta(ge=1)] = 256
     """Prompts in one optimizer step; times `actor_rollout_ref.rollout.n` it is the number of trajectories."""
     ppo_micro_batch_size_per_gpu: Annotated[int, Meta(ge=1)] | None = None
-    """Sequences in one forward-backward pass; null takes the whole mini-batch. Not read while use_dynamic_bsz is true."""
+    """Sequences in one forward-backward pass; null takes the whole mini-batch. Unread if use_dynamic_bsz."""
     use_dynamic_bsz: bool = False
     """Fill forward-backward passes by tokens instead of by sequences."""
     ppo_max_token_len_per_gpu: Annotated[int, Meta(ge=1)] = 16384

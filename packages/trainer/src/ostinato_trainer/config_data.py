@@ -48,7 +48,7 @@ class DataConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     filter_overlong_prompts: bool = False
     """Drop, before training, prompts longer than `data.max_prompt_length`; the numbers kept and dropped are logged."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """What becomes of an overlong prompt that was not dropped: an error, or text cut from that part of its longest message."""
+    """What becomes of an overlong prompt that was not dropped: an error, or a cut in its longest message."""
     apply_chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Extra variables for the chat template, such as `enable_thinking`."""
     custom_cls: CustomClassConfig = CustomClassConfig()
@@ -71,7 +71,7 @@ class CustomRewardConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """A reward function of the user's own, found by file and name."""
 
     path: str | None = None
-    """Python file, or dotted module, that holds the function; null chooses a built-in scorer by the row's data_source."""
+    """Python file, or dotted module, that holds the function; null chooses a built-in scorer by data_source."""
     name: str = "compute_score"
     """Name of the function: `f(data_source, solution_str, ground_truth, extra_info) -> float | dict`, sync or async."""
     reward_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)

@@ -1,7 +1,7 @@
 """The trainer's errors: one tree, rooted in `TrainerError`.
 
-Every leaf is also the standard-library error that a caller would expect, carries nothing but its message, and survives pickling.
-Messages say `<name> must <constraint>, got <value>; <cure>`.
+Every leaf is also the standard-library error that a caller would expect, carries nothing but its message, and survives
+pickling. Messages say `<name> must <constraint>, got <value>; <cure>`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,167 @@
+"""What a well-formed configuration may still get wrong: keys that contradict each other, and what cannot run here.
+
+`consistency_problems` holds for every version and is asked when a configuration is loaded; `check_runnable` speaks of
+this version only, so that a file written for another cluster still loads. Every message names the keys to change.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import Final
+
+from ostinato_trainer.config import Config
+from ostinato_trainer.errors import ConfigError
+
+__all__ = ["check_runnable", "consistency_problems", "problems_text", "unread_keys"]
+
+logger = logging.getLogger(__name__)
+
+_ACTOR: Final = "actor_rollout_ref.actor"
+_ROLLOUT: Final = "actor_rollout_ref.rollout"
+
+_MISSING_ESTIMATORS: Final = {
+    "gae": "it needs a critic, which this version does not have",
+    "reinforce_plus_plus": "it is not in this version",
+    "reinforce_plus_plus_baseline": "it is not in this version",
+    "remax": "it is not in this version",
+    "gpg": "it is not in this version",
+    "opo": "it is not in this version",
+}
+
+
+def problems_text(problems: Collection[str]) -> str:
+    """One message out of several, a line each."""
+    if len(problems) == 1:
+        return next(iter(problems))
+    return f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  - {problem}" for problem in problems)
+
+
+def consistency_problems(config: Config) -> list[str]:
+    """Sentences about keys that contradict each other; empty where none do."""
+    data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    problems = []
+    if data.train_batch_size % actor.ppo_mini_batch_size:
+        problems.append(
+            f"data.train_batch_size must be a multiple of {_ACTOR}.ppo_mini_batch_size (both count prompts), got "
+            f"{data.train_batch_size} and {actor.ppo_mini_batch_size}; write "
+            f"{_ACTOR}.ppo_mini_batch_size={data.train_batch_size} for one optimizer step a batch"
+        )
+    if rollout.temperature == 0:
+        problems.append(
+            f"{_ROLLOUT}.temperature must be greater than 0 to train: every trajectory of a group would be the same, got 0; "
+            f"write {_ROLLOUT}.temperature=1.0"
+        )
+    longest = data.max_prompt_length + data.max_response_length
+    if rollout.max_model_len is not None and longest > rollout.max_model_len:
+        problems.append(
+            f"data.max_prompt_length + data.max_response_length must be at most {_ROLLOUT}.max_model_len, got "
+            f"{data.max_prompt_length} + {data.max_response_length} = {longest} > {rollout.max_model_len}; "
+            f"write {_ROLLOUT}.max_model_len={longest} or shorten one of the two"
+        )
+    if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < longest:
+        problems.append(
+            f"{_ACTOR}.ppo_max_token_len_per_gpu must hold one whole sequence, data.max_prompt_length + "
+            f"data.max_response_length = {longest} tokens, got {actor.ppo_max_token_len_per_gpu}; "
+            f"write {_ACTOR}.ppo_max_token_len_per_gpu={longest} or more"
+        )
+    problems += _half_given_classes(config)
+    if len(set(config.trainer.logger)) < len(config.trainer.logger):
+        names = ", ".join(config.trainer.logger)
+        problems.append(f"trainer.logger must name each logger once, got [{names}]; remove the repeated name")
+    return problems
+
+
+def _half_given_classes(config: Config) -> list[str]:
+    server = config.actor_rollout_ref.rollout.agent.custom_async_server
+    problems = []
+    for path, node in (("data.custom_cls", config.data.custom_cls), (f"{_ROLLOUT}.agent.custom_async_server", server)):
+        if (node.path is None) != (node.name is None):
+            given, missing = ("path", "name") if node.name is None else ("name", "path")
+            problems.append(f"{path}.{missing} must be given where {path}.{given} is, got null; write both or neither")
+    return problems
+
+
+def unread_keys(config: Config, written: Collection[str]) -> list[str]:
+    """Sentences about keys that were written and that other keys keep from having any effect.
+
+    Args:
+        config: the loaded configuration.
+        written: dotted paths that files or overrides gave.
+    """
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    rules = (
+        (not actor.use_kl_loss, f"{_ACTOR}.use_kl_loss is false", (f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type")),
+        (actor.use_dynamic_bsz, f"{_ACTOR}.use_dynamic_bsz is true", (f"{_ACTOR}.ppo_micro_batch_size_per_gpu",)),
+        (
+            not actor.use_dynamic_bsz,
+            f"{_ACTOR}.use_dynamic_bsz is false",
+            (f"{_ACTOR}.ppo_max_token_len_per_gpu",),
+        ),
+        (
+            not rollout.val_kwargs.do_sample,
+            f"{_ROLLOUT}.val_kwargs.do_sample is false",
+            tuple(f"{_ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_p", "top_k")),
+        ),
+        (
+            actor.clip_ratio_low is not None and actor.clip_ratio_high is not None,
+            "clip_ratio_low and clip_ratio_high are both given",
+            (f"{_ACTOR}.clip_ratio",),
+        ),
+        (
+            config.algorithm.adv_estimator != "grpo",
+            f"algorithm.adv_estimator is {config.algorithm.adv_estimator}",
+            ("algorithm.norm_adv_by_std_in_grpo",),
+        ),
+        (not config.data.shuffle, "data.shuffle is false", ("data.seed",)),
+    )
+    return [
+        f"{key} has no effect while {why}" for applies, why, keys in rules if applies for key in keys if key in written
+    ]
+
+
+def check_runnable(config: Config) -> None:
+    """Refuse what this version cannot run, all of it in one message.
+
+    Raises:
+        ConfigError: naming every key that must be given or changed, the reason and the cure.
+    """
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    problems = consistency_problems(config)
+    if config.actor_rollout_ref.model.path is None:
+        problems.append(
+            "actor_rollout_ref.model.path must be given, got null; write the path of a model folder, config, "
+            "weights and tokenizer"
+        )
+    if not config.data.train_paths:
+        problems.append("data.train_files must name a file, got none; write data.train_files=PATH")
+    if trainer.test_freq > 0 and not config.data.val_paths:
+        problems.append(
+            f"data.val_files must name a file while trainer.test_freq is {trainer.test_freq}, got none; "
+            "write data.val_files=PATH or trainer.test_freq=-1"
+        )
+    if rollout.name != "transformers" and rollout.agent.custom_async_server.path is None:
+        problems.append(
+            f"{_ROLLOUT}.name must be transformers to run in this version, got {rollout.name}: it has no adapter "
+            f"yet; write {_ROLLOUT}.name=transformers, or bring your own by {_ROLLOUT}.agent.custom_async_server.path"
+        )
+    for path, value in (
+        (f"{_ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size),
+        ("trainer.nnodes", trainer.nnodes),
+        ("trainer.n_gpus_per_node", trainer.n_gpus_per_node),
+    ):
+        if value > 1:
+            problems.append(f"{path} must be 1: this version runs on one device, got {value}; write {path}=1")
+    if (why := _MISSING_ESTIMATORS.get(config.algorithm.adv_estimator)) is not None:
+        problems.append(
+            f"algorithm.adv_estimator must be grpo or rloo, got {config.algorithm.adv_estimator}: {why}; "
+            "write algorithm.adv_estimator=grpo"
+        )
+    if problems:
+        raise ConfigError(problems_text(problems))
+    if rollout.n == 1 and config.algorithm.adv_estimator in ("grpo", "rloo"):
+        logger.warning(
+            "%s.n is 1: a group of one has no baseline, so its advantage is its plain reward; write %s.n=4 or more",
+            _ROLLOUT,
+            _ROLLOUT,
+        )

@@ -1,0 +1,196 @@
+"""What users of this field type for keys that are spelled otherwise here, and what is known but has no reader.
+
+Three tables and nothing else: names that moved, values that are refused, keys without a reader. `config_loading` looks
+them up before it guesses by similarity.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["REFUSED_VALUES", "RENAMED_NAMES", "RENAMED_PATHS", "UNREAD_NAMES", "UNREAD_SECTIONS"]
+
+_ROLLOUT: Final = "actor_rollout_ref.rollout"
+_MULTI_TURN: Final = f"{_ROLLOUT}.multi_turn"
+_AGENT: Final = f"{_ROLLOUT}.agent"
+_ACTOR: Final = "actor_rollout_ref.actor"
+
+RENAMED_PATHS: Final[dict[str, str]] = {
+    "agent_loop": f"{_AGENT}.default_agent_loop",
+    f"{_ROLLOUT}.agent_loop": f"{_AGENT}.default_agent_loop",
+    f"{_ROLLOUT}.tool_kwargs": f"{_MULTI_TURN}.tool_config_path",
+    f"{_ROLLOUT}.prompt_length": "data.max_prompt_length",
+    f"{_ROLLOUT}.response_length": "data.max_response_length",
+    f"{_ROLLOUT}.val_kwargs.num_samples": f"{_ROLLOUT}.val_kwargs.n",
+    "custom_reward_function": "reward.custom_reward_function",
+    "model_path": "actor_rollout_ref.model.path",
+}
+"""Full path as written -> full path here. A prefix matches too, the longest first."""
+
+RENAMED_NAMES: Final[dict[str, str]] = {
+    "group_size": f"{_ROLLOUT}.n",
+    "num_generations": f"{_ROLLOUT}.n",
+    "num_generations_per_prompt": f"{_ROLLOUT}.n",
+    "n_samples_per_prompt": f"{_ROLLOUT}.n",
+    "num_return_sequences": f"{_ROLLOUT}.n",
+    "tools_config_file": f"{_MULTI_TURN}.tool_config_path",
+    "tool_config_file": f"{_MULTI_TURN}.tool_config_path",
+    "tools_config_path": f"{_MULTI_TURN}.tool_config_path",
+    "max_turns": f"{_MULTI_TURN}.max_assistant_turns",
+    "max_tool_calling_iterations": f"{_MULTI_TURN}.max_assistant_turns",
+    "tool_parser": f"{_MULTI_TURN}.format",
+    "tool_call_parser": f"{_MULTI_TURN}.format",
+    "completion_callback": f"{_AGENT}.default_agent_loop",
+    "default_agent": f"{_AGENT}.default_agent_loop",
+    "num_agent_workers": f"{_AGENT}.num_workers",
+    "tp_size": f"{_ROLLOUT}.tensor_model_parallel_size",
+    "tensor_parallel_size": f"{_ROLLOUT}.tensor_model_parallel_size",
+    "backend": f"{_ROLLOUT}.name",
+    "context_length": f"{_ROLLOUT}.max_model_len",
+    "max_new_tokens": "data.max_response_length",
+    "max_completion_length": "data.max_response_length",
+    "rollout_batch_size": "data.train_batch_size",
+    "num_prompts_per_step": "data.train_batch_size",
+    "prompt_data": "data.train_files",
+    "train_data": "data.train_files",
+    "input_key": "data.prompt_key",
+    "chat_template_kwargs": "data.apply_chat_template_kwargs",
+    "model_name_or_path": "actor_rollout_ref.model.path",
+    "pretrained_model_name_or_path": "actor_rollout_ref.model.path",
+    "custom_chat_template": "actor_rollout_ref.model.chat_template",
+    "learning_rate": f"{_ACTOR}.optim.lr",
+    "actor_learning_rate": f"{_ACTOR}.optim.lr",
+    "adam_betas": f"{_ACTOR}.optim.betas",
+    "warmup_style": f"{_ACTOR}.optim.lr_scheduler_type",
+    "warmup_steps": f"{_ACTOR}.optim.lr_warmup_steps",
+    "lr_warmup_steps_ratio": f"{_ACTOR}.optim.lr_warmup_steps",
+    "max_grad_norm": f"{_ACTOR}.grad_clip",
+    "clip_grad": f"{_ACTOR}.grad_clip",
+    "epsilon": f"{_ACTOR}.clip_ratio",
+    "eps_clip": f"{_ACTOR}.clip_ratio",
+    "cliprange": f"{_ACTOR}.clip_ratio",
+    "epsilon_low": f"{_ACTOR}.clip_ratio_low",
+    "ratio_clip_min": f"{_ACTOR}.clip_ratio_low",
+    "epsilon_high": f"{_ACTOR}.clip_ratio_high",
+    "eps_clip_high": f"{_ACTOR}.clip_ratio_high",
+    "ratio_clip_max": f"{_ACTOR}.clip_ratio_high",
+    "eps_clip_c": f"{_ACTOR}.clip_ratio_c",
+    "delta": f"{_ACTOR}.clip_ratio_c",
+    "mini_batch_size": f"{_ACTOR}.ppo_mini_batch_size",
+    "ppo_micro_batch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
+    "per_device_train_batch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
+    "micro_batch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
+    "max_tokens_per_gpu": f"{_ACTOR}.ppo_max_token_len_per_gpu",
+    "max_tokens_per_mb": f"{_ACTOR}.ppo_max_token_len_per_gpu",
+    "token_budget": f"{_ACTOR}.ppo_max_token_len_per_gpu",
+    "use_dynamic_batch_size": f"{_ACTOR}.use_dynamic_bsz",
+    "num_iterations": f"{_ACTOR}.ppo_epochs",
+    "kl_coef": f"{_ACTOR}.kl_loss_coef",
+    "beta": f"{_ACTOR}.kl_loss_coef",
+    "entropy_coef": f"{_ACTOR}.entropy_coeff",
+    "advantage_estimator": "algorithm.adv_estimator",
+    "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
+    "grpo_std_normalization": "algorithm.norm_adv_by_std_in_grpo",
+    "num_train_epochs": "trainer.total_epochs",
+    "max_steps": "trainer.total_training_steps",
+    "save_steps": "trainer.save_freq",
+    "save_interval": "trainer.save_freq",
+    "eval_steps": "trainer.test_freq",
+    "eval_interval": "trainer.test_freq",
+    "report_to": "trainer.logger",
+    "run_name": "trainer.experiment_name",
+    "output_dir": "trainer.default_local_dir",
+    "save_total_limit": "trainer.max_ckpt_to_keep",
+    "max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
+    "num_gpus": "trainer.n_gpus_per_node",
+    "num_nodes": "trainer.nnodes",
+}
+"""Last name of a key, wherever it was written -> full path here."""
+
+_ON_POLICY: Final = "this version trains on-policy, every batch sampled with the newest weights"
+_NO_CRITIC: Final = "this version has no critic"
+_HF_ENGINE: Final = "it belongs to an inference engine that this version does not run"
+
+UNREAD_NAMES: Final[dict[str, str]] = {
+    "staleness_threshold": _ON_POLICY,
+    "max_staleness": _ON_POLICY,
+    "max_staleness_steps": _ON_POLICY,
+    "max_off_policy_steps": _ON_POLICY,
+    "max_steps_off_policy": _ON_POLICY,
+    "max_off_policy_threshold": _ON_POLICY,
+    "max_head_offpolicyness": _ON_POLICY,
+    "max_trajectory_age_steps": _ON_POLICY,
+    "partial_rollout": _ON_POLICY,
+    "parameter_sync_step": _ON_POLICY,
+    "trigger_parameter_sync_step": _ON_POLICY,
+    "weight_sync_steps": _ON_POLICY,
+    "gpu_memory_utilization": _HF_ENGINE,
+    "mem_fraction_static": _HF_ENGINE,
+    "enforce_eager": _HF_ENGINE,
+    "enable_chunked_prefill": _HF_ENGINE,
+    "max_num_batched_tokens": _HF_ENGINE,
+    "free_cache_engine": _HF_ENGINE,
+    "engine_kwargs": _HF_ENGINE,
+    "load_format": _HF_ENGINE,
+    "use_remove_padding": "the backend chooses its own layout, with the same numbers",
+    "use_kl_in_reward": "the divergence can enter the loss only; see actor_rollout_ref.actor.use_kl_loss",
+    "kl_penalty": "the divergence can enter the loss only; see actor_rollout_ref.actor.kl_loss_type",
+    "gamma": _NO_CRITIC,
+    "lam": _NO_CRITIC,
+    "critic_warmup": _NO_CRITIC,
+    "calculate_log_probs": "log-probabilities of sampled tokens are always recorded",
+    "enable_gradient_checkpointing": "the backend does not recompute activations",
+    "log_prob_micro_batch_size": "log-probabilities are computed in the micro-batches of the update",
+    "log_prob_micro_batch_size_per_gpu": "log-probabilities are computed in the micro-batches of the update",
+    "log_prob_use_dynamic_bsz": "log-probabilities are computed in the micro-batches of the update",
+    "log_prob_max_token_len_per_gpu": "log-probabilities are computed in the micro-batches of the update",
+    "val_batch_size": "all validation rows go to the engine at once",
+    "resume_mode": "a run begins where the given weights are",
+    "num_repeat_rollouts": "the number of trajectories of a prompt is actor_rollout_ref.rollout.n",
+    "reward_fn_key": "rewards are chosen by the column data_source",
+    "image_key": "images are refused for now",
+    "video_key": "videos are refused for now",
+}
+"""Last name of a key that is known in the field but has no reader here -> why."""
+
+UNREAD_SECTIONS: Final[dict[str, str]] = {
+    "critic": _NO_CRITIC,
+    "actor_rollout_ref.ref": "the reference policy is a frozen copy of the starting weights and has no settings",
+    "actor_rollout_ref.hybrid_engine": "training and sampling share one process",
+    f"{_ACTOR}.fsdp_config": "only the strategy `local` exists in this version",
+    f"{_ACTOR}.megatron": "only the strategy `local` exists in this version",
+    "reward_model": "rewards come from functions in this version; see reward.custom_reward_function",
+    "async_training": _ON_POLICY,
+    "ray_kwargs": "this version runs in one process",
+    "ray_init": "this version runs in one process",
+}
+"""Whole sections without a reader -> why."""
+
+REFUSED_VALUES: Final[dict[tuple[str, object], str]] = {
+    (f"{_ROLLOUT}.mode", "sync"): (
+        "must be async, got sync: a synchronous engine waits for the slowest conversation in every turn, and agents "
+        f"cannot call tools while it does; write {_ROLLOUT}.mode=async, which is the default"
+    ),
+    (f"{_ROLLOUT}.name", "trtllm"): (
+        "must be transformers, vllm or sglang, got trtllm: no adapter for it exists that returns the sampled ids with "
+        f"their log-probabilities; write {_ROLLOUT}.name=transformers, or bring a server of your own by "
+        f"{_AGENT}.custom_async_server.path"
+    ),
+    (f"{_ROLLOUT}.name", "hf"): f"must be transformers, vllm or sglang, got hf; write {_ROLLOUT}.name=transformers",
+    ("data.return_raw_chat", False): (
+        "must be true, got false: agents work on messages, and token ids rendered in the dataset would have to be "
+        "tokenized a second time; write data.return_raw_chat=true, which is the default"
+    ),
+    (_MULTI_TURN, True): f"must be a mapping, got true; write {_MULTI_TURN}.enable=true",
+    (_MULTI_TURN, False): f"must be a mapping, got false; write {_MULTI_TURN}.enable=false",
+    (f"{_ACTOR}.strategy", "fsdp"): (
+        f"must be local, got fsdp: sharded training is not in this version; write {_ACTOR}.strategy=local"
+    ),
+    (f"{_ACTOR}.strategy", "fsdp2"): (
+        f"must be local, got fsdp2: sharded training is not in this version; write {_ACTOR}.strategy=local"
+    ),
+    (f"{_ACTOR}.strategy", "megatron"): (
+        f"must be local, got megatron: model-parallel training is not in this version; write {_ACTOR}.strategy=local"
+    ),
+}
+"""(path, value) -> the rest of the message that follows the path."""

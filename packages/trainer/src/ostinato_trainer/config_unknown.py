@@ -1,0 +1,69 @@
+"""The sentence about a key that the tree does not have: what it is called here, or why nothing reads it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+
+from ostinato_trainer.config import Config
+from ostinato_trainer.config_renames import RENAMED_NAMES, RENAMED_PATHS, UNREAD_NAMES, UNREAD_SECTIONS
+from ostinato_trainer.config_schema import schema_keys, schema_sections
+
+__all__ = ["unknown_key_message"]
+
+_MAX_PLACES = 2
+"""A name that occurs in more places than this, such as `path`, says nothing about which one was meant."""
+
+
+def unknown_key_message(path: str) -> str:
+    """What to write instead of `path`, which is no key: a rename, a reason, or the nearest spelling."""
+    keys, sections = schema_keys(Config), schema_sections(Config)
+    parts = path.split(".")
+    name = parts[-1]
+    if (parent := _longest_prefix(path, keys)) is not None:
+        return f"{parent} must be a single value, got the key {path} below it; write {parent}=VALUE"
+    if (renamed := _longest_prefix(path, RENAMED_PATHS)) is not None:
+        return f"{path} is not a key; write {_with_rest(path, renamed)}"
+    if (section := _longest_prefix(path, UNREAD_SECTIONS)) is not None:
+        return f"{path} is not a key: {UNREAD_SECTIONS[section]}; remove it"
+    if name in RENAMED_NAMES:
+        return f"{path} is not a key; write {RENAMED_NAMES[name]}"
+    if name in UNREAD_NAMES:
+        return f"{path} is not read by this version: {UNREAD_NAMES[name]}; remove it"
+    known_parent = next(
+        (".".join(parts[:cut]) for cut in range(len(parts) - 1, 0, -1) if ".".join(parts[:cut]) in sections), ""
+    )
+    misspelled = parts[len(known_parent.split(".")) if known_parent else 0]
+    unknown = f"{known_parent}.{misspelled}" if known_parent else misspelled
+    siblings = {
+        candidate.removeprefix(f"{known_parent}." if known_parent else ""): candidate
+        for candidate in (*keys, *sections)
+        if candidate.rpartition(".")[0] == known_parent
+    }
+    if near := difflib.get_close_matches(misspelled, siblings, n=1, cutoff=0.75):
+        return f"{unknown} is not a key; did you mean {siblings[near[0]]}?"
+    elsewhere = [candidate for candidate in keys if candidate.rpartition(".")[2] == name]
+    if 1 <= len(elsewhere) <= _MAX_PLACES:
+        return f"{path} is not a key; write {' or '.join(elsewhere)}"
+    if near := difflib.get_close_matches(path, keys, n=1, cutoff=0.75):
+        return f"{path} is not a key; did you mean {near[0]}?"
+    if near := difflib.get_close_matches(misspelled, siblings, n=1, cutoff=0.5):
+        return f"{unknown} is not a key; did you mean {siblings[near[0]]}?"
+    names = [candidate.rpartition(".")[2] for candidate in keys]
+    by_name = {last: candidate for last, candidate in zip(names, keys, strict=True) if names.count(last) == 1}
+    if near := difflib.get_close_matches(name, by_name, n=1, cutoff=0.75):
+        return f"{path} is not a key; did you mean {by_name[near[0]]}?"
+    return f"{path} is not a key; `ostinato config` lists all keys"
+
+
+def _longest_prefix(path: str, table: Mapping[str, object]) -> str | None:
+    parts = path.split(".")
+    candidates = (".".join(parts[:cut]) for cut in range(len(parts), 0, -1))
+    return next((candidate for candidate in candidates if candidate in table), None)
+
+
+def _with_rest(path: str, renamed: str) -> str:
+    """The new place of `path`, with what followed the renamed part if that is a key there."""
+    target = RENAMED_PATHS[renamed]
+    longer = target + path[len(renamed) :]
+    return longer if longer in schema_keys(Config) else target
