@@ -1,0 +1,26 @@
+"""Run benchmarks one after the other: `python -m benchmarks [NAME ...]`; without a name, all of them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+NOT_BENCHMARKS = {"__init__", "__main__", "peers"}
+
+
+def main() -> int:
+    """Run each module in a process of its own; the status is that of the worst."""
+    known = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in NOT_BENCHMARKS)
+    names = sys.argv[1:] or known
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        print(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
+        return 2
+    status = 0
+    for name in names:
+        print(f"\n== {name}", flush=True)
+        status = max(status, subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=False).returncode)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""Talk to a checkpoint, with the tools that it was trained with: `ostinato chat PATH`.
+
+The conversation is a `ChatSession` over the embedded engine, exactly what an agent loop uses; this module only reads and prints lines.
+"""
+
+import asyncio
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from ostinato_engines import SamplingParams
+from ostinato_engines.transformers_server import TransformersServer
+from ostinato_rollout import ChatSession, LLMServerClient, SessionBudget, SessionConfig
+from ostinato_tokenization import ChatTokenizer, ContinuousTokens
+from ostinato_tools import ToolExecutor, TrajectoryTools, get_parser, load_tools
+from rich.console import Console
+from rich.markup import escape
+
+from ostinato_trainer.config import Config
+from ostinato_trainer.config_loading import load_config
+from ostinato_trainer.errors import CheckpointError
+
+MAX_TOOL_TURNS = 8
+
+
+def run_chat(path: Path, *, function_tool_path: Path | None, temperature: float, console: Console) -> None:
+    """Open the model at `path` and answer lines until the input ends.
+
+    Raises:
+        CheckpointError: `path` is neither a checkpoint of a run nor a model folder.
+    """
+    model_path, config = find_model(path)
+    if function_tool_path is not None:
+        config_path, tools_path = None, str(function_tool_path)
+    elif config is not None:
+        multi_turn = config.actor_rollout_ref.rollout.multi_turn
+        config_path, tools_path = multi_turn.tool_config_path, multi_turn.function_tool_path
+    else:
+        config_path, tools_path = None, None
+    executor = ToolExecutor(load_tools(config_path, tools_path))
+    tool_format = config.actor_rollout_ref.rollout.multi_turn.format if config else "hermes"
+    asyncio.run(_converse(model_path, executor, tool_format, temperature, console))
+
+
+def find_model(path: Path) -> tuple[Path, Config | None]:
+    """The model folder at `path`, and the configuration of the run that made it, where there is one."""
+    for model_path in (path, path / "huggingface"):
+        if (model_path / "config.json").is_file():
+            run_config = next(
+                (folder / "config.yaml" for folder in (path, path.parent) if (folder / "config.yaml").is_file()), None
+            )
+            return model_path, load_config([run_config], []) if run_config else None
+    raise CheckpointError(
+        f"{path} must be a checkpoint or a model folder, but holds no config.json; give a path that a run printed"
+    )
+
+
+async def _converse(
+    model_path: Path, executor: ToolExecutor, tool_format: str, temperature: float, console: Console
+) -> None:
+    tokenizer = ChatTokenizer.from_pretrained(model_path)
+    server = TransformersServer(str(model_path))
+    await server.start()
+    client = LLMServerClient([server])
+    params = SamplingParams(temperature=temperature)
+    budget = SessionBudget(
+        max_prompt_tokens=server.max_model_len,
+        max_response_tokens=server.max_model_len,
+        max_model_len=server.max_model_len,
+    )
+    num_conversations = 0
+    console.print("[dim]Type a message; /new begins another conversation, /quit leaves.[/dim]")
+    try:
+        goes_on = True
+        while goes_on:
+            async with AsyncExitStack() as stack:
+                num_conversations += 1
+                tools = await stack.enter_async_context(executor.open(f"chat-{num_conversations}"))
+                session = ChatSession(
+                    client=client,
+                    tokens=ContinuousTokens(tokenizer),
+                    config=SessionConfig(format=tool_format),
+                    budget=budget,
+                    parser=get_parser(tool_format),
+                    tools=tools.schemas,
+                )
+                stack.push_async_callback(session.close)
+                goes_on = await _one_conversation(session, tools, params, console)
+    finally:
+        await server.shutdown()
+
+
+async def _one_conversation(
+    session: ChatSession, tools: TrajectoryTools, params: SamplingParams, console: Console
+) -> bool:
+    """Answer lines until /new (true) or the end (false)."""
+    while True:
+        line = await asyncio.to_thread(_read_line, console)
+        if line is None or line.strip() == "/quit":
+            return False
+        if line.strip() == "/new":
+            return True
+        if line.strip():
+            await session.extend([{"role": "user", "content": line}])
+            await _answer(session, tools, params, console)
+
+
+async def _answer(session: ChatSession, tools: TrajectoryTools, params: SamplingParams, console: Console) -> None:
+    """Generate, run the tools that are asked for, until the model has nothing more to ask."""
+    for _ in range(MAX_TOOL_TURNS):
+        reply = await session.generate(params)
+        content = reply.message.get("content")
+        if content:
+            console.print(escape(str(content)), highlight=False)
+        for error in reply.errors:
+            console.print(f"[yellow]{escape(error)}[/yellow]", highlight=False)
+        if not reply.tool_calls:
+            return
+        outcomes = await tools.run(reply.tool_calls)
+        for outcome in outcomes:
+            call = f"{outcome.call.name}({outcome.call.raw_arguments})"
+            console.print(f"[dim]{escape(call)} -> {escape(str(outcome.message['content']))}[/dim]", highlight=False)
+        await session.extend([outcome.message for outcome in outcomes])
+    console.print(f"[yellow]stopped after {MAX_TOOL_TURNS} turns of tool calls[/yellow]")
+
+
+def _read_line(console: Console) -> str | None:
+    """The next line of input; None at its end."""
+    if sys.stdin.isatty():
+        console.print("[bold]> [/bold]", end="")
+    line = sys.stdin.readline()
+    return line.rstrip("\n") if line else None

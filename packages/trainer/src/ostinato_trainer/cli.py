@@ -1,0 +1,148 @@
+"""The `ostinato` command: quickstart, train, prepare, config, chat.
+
+Every foreseen failure ends in one message (what is wrong, where, and the cure) and a non-zero exit; only a fault of ours shows a traceback.
+Heavy imports happen inside the commands, so that `ostinato config` and `--help` are quick.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="ostinato",
+    help="Reinforcement learning for language-model agents.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+prepare_app = typer.Typer(help="Turn a public dataset into rows that a run can read.", no_args_is_help=True)
+app.add_typer(prepare_app, name="prepare")
+
+
+@app.command()
+def quickstart(
+    output: Annotated[Path | None, typer.Option(help="A new folder for everything the run writes.")] = None,
+    seed: Annotated[int, typer.Option(help="Makes model, data and sampling; the same seed gives the same curve.")] = 0,
+) -> None:
+    """Train a tiny tool-calling agent on this machine's CPU, in about two minutes."""
+    from ostinato_trainer.quickstart.run import next_free_folder, run_quickstart
+
+    run_quickstart(output or next_free_folder(Path("outputs/quickstart")), seed=seed, console=Console())
+
+
+@app.command()
+def train(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CONFIG.yaml [KEY=VALUE]...", help="YAML files, then dotted overrides, merged in order."
+        ),
+    ],
+) -> None:
+    """Train by a configuration: `ostinato train recipes/gsm8k_tool_cpu.yaml actor_rollout_ref.model.path=PATH`."""
+    from ostinato_trainer.assembly import run_training
+    from ostinato_trainer.config_loading import load_config
+
+    files = [Path(argument) for argument in arguments if "=" not in argument]
+    overrides = [argument for argument in arguments if "=" in argument]
+    run_training(load_config(files, overrides))
+
+
+@prepare_app.command("gsm8k")
+def prepare_gsm8k(
+    input: Annotated[
+        str, typer.Option(help="A folder with train.jsonl and test.jsonl, or a dataset id of the Hugging Face hub.")
+    ],
+    output: Annotated[Path, typer.Option(help="Where train.parquet and test.parquet go.")],
+    agent: Annotated[str, typer.Option(help="The agent loop that the rows ask for.")] = "tool_agent",
+) -> None:
+    """GSM8K questions as rows for the tool agent."""
+    from ostinato_trainer.prepare_gsm8k import prepare_gsm8k as prepare
+
+    for path, num_rows in prepare(input, output, agent=agent).items():
+        typer.echo(f"{path}: {num_rows} rows")
+
+
+@app.command()
+def config(
+    prefix: Annotated[str, typer.Argument(help="Show only keys that begin with this.")] = "",
+) -> None:
+    """Show every configuration key with its type, default and meaning."""
+    from ostinato_trainer.config_docs import config_rows
+
+    rows = [row for row in config_rows() if row.key.startswith(prefix)]
+    if not rows:
+        raise typer.BadParameter(f"no key begins with {prefix!r}; run `ostinato config` without it to see all")
+    console = Console()
+    for row in rows:
+        console.print(
+            f"[bold]{row.key}[/bold]  [cyan]{_escape(row.type)}[/cyan] = [green]{_escape(row.default)}[/green]",
+            highlight=False,
+        )
+        console.print(f"    {_escape(row.meaning)}", highlight=False)
+
+
+@app.command()
+def chat(
+    path: Annotated[Path, typer.Argument(help="A checkpoint of a run, or any Hugging Face model folder.")],
+    tools: Annotated[
+        Path | None, typer.Option(help="A Python file with function tools; default: those of the run.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+) -> None:
+    """Talk to a model, with its tools. /new begins another conversation, /quit or end of input leaves."""
+    from ostinato_trainer.chat import run_chat
+
+    run_chat(path, function_tool_path=tools, temperature=temperature, console=Console())
+
+
+def main() -> None:
+    """Run the command line; the one boundary at which expected errors become messages."""
+    sys.exit(run_reporting_errors(lambda: app(standalone_mode=False)))
+
+
+def run_reporting_errors(command: Callable[[], object]) -> int:
+    """Run `command` and return its exit status: 0, 1 for an expected error, 2 for wrong usage, 130 for Ctrl-C."""
+    import click
+
+    console = Console(stderr=True)
+    try:
+        command()
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        console.print(
+            "\n[bold]interrupted[/bold]: nothing is left half-written; checkpoints that were reported are complete"
+        )
+        return 130
+    except click.exceptions.Exit as exit_request:
+        return exit_request.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except expected_errors() as error:
+        console.print(f"[bold red]error[/bold red]: {_escape(str(error))}", highlight=False, soft_wrap=True)
+        return 1
+    return 0
+
+
+def expected_errors() -> tuple[type[Exception], ...]:
+    """The roots of the six packages' error trees: what they raise on purpose, with a message for the user."""
+    from ostinato_agent_loop import AgentLoopError
+    from ostinato_engines import EngineError
+    from ostinato_rollout import RolloutError
+    from ostinato_tokenization import TokenizationError
+    from ostinato_tools import ToolError
+
+    from ostinato_trainer.errors import TrainerError
+
+    return (AgentLoopError, EngineError, RolloutError, TokenizationError, ToolError, TrainerError)
+
+
+def _escape(text: str) -> str:
+    """Text of others, without rich's markup."""
+    from rich.markup import escape
+
+    return escape(text)

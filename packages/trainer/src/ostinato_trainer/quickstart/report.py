@@ -1,0 +1,106 @@
+"""What the quickstart shows at its end: a line per step, the curve, the checkpoint, and what to do next."""
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+import plotille
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+COLUMNS = {
+    "reward": ("critic/score/mean", "{:.3f}"),
+    "tool calls": ("tool_call_counts/mean", "{:.2f}"),
+    "response tokens": ("response_length/mean", "{:.1f}"),
+    "turns": ("num_turns/mean", "{:.2f}"),
+    "grad norm": ("actor/grad_norm", "{:.2f}"),
+    "seconds": ("timing_s/step", "{:.2f}"),
+}
+ACCURACY = "val-core/ostinato/quickstart/acc/mean@1"
+
+
+def read_metrics(output: Path) -> list[dict]:
+    """The records of `output/metrics.jsonl`, in order of steps."""
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def print_report(output: Path, console: Console) -> None:
+    """Print the run's report and write `output/reward.png`."""
+    records = read_metrics(output)
+    steps = [record for record in records if "critic/score/mean" in record]
+    if not steps:
+        console.print("no training step was made; nothing to report")
+        return
+    console.print(step_table(steps))
+    rewards = [record["critic/score/mean"] for record in steps]
+    console.print(terminal_curve(rewards), highlight=False, markup=False)
+    save_curve(rewards, output / "reward.png")
+    first, last = fmean(rewards[:5]), fmean(rewards[-5:])
+    console.print(
+        f"\nMean reward of the first five steps [bold]{first:.2f}[/bold], of the last five [bold]{last:.2f}[/bold]."
+    )
+    console.print(
+        "The model could nearly do the task after the warm start: what the curve shows is GRPO removing the faults that it was shown."
+    )
+    accuracies = [record[ACCURACY] for record in records if ACCURACY in record]
+    if len(accuracies) > 1:
+        console.print(
+            f"On held-out problems, greedily: {accuracies[0]:.0%} right before, [bold]{accuracies[-1]:.0%}[/bold] after."
+        )
+    checkpoint = output / (output / "latest_checkpointed_iteration.txt").read_text().strip()
+    print_next_steps(output, checkpoint, console)
+
+
+def print_next_steps(output: Path, checkpoint: Path, console: Console) -> None:
+    """Where things are and what to try."""
+    lines = (
+        "",
+        f"curve       {output / 'reward.png'}",
+        f"metrics     {output / 'metrics.jsonl'}",
+        f"checkpoint  {checkpoint}",
+        "",
+        f"talk to it            ostinato chat {checkpoint}      (try: What is 3 plus 4? Then multiply by 2.)",
+        f"change the reward     edit {output / 'reward.py'}, then ostinato train {output / 'config.yaml'} trainer.default_local_dir=NEW",
+        f"another learning rate ostinato train {output / 'config.yaml'} actor_rollout_ref.actor.optim.lr=1e-3 trainer.default_local_dir=NEW",
+        "all keys              ostinato config",
+        "real questions        ostinato prepare gsm8k --input DIR --output DIR, then ostinato train recipes/gsm8k_tool_cpu.yaml ...",
+    )
+    for line in lines:
+        console.print(escape(line), highlight=False, soft_wrap=True)
+
+
+def step_table(steps: list[dict]) -> Table:
+    """One line per training step."""
+    table = Table(box=None, header_style="bold")
+    table.add_column("step", justify="right")
+    for title in COLUMNS:
+        table.add_column(title, justify="right")
+    for record in steps:
+        cells = (pattern.format(record[key]) if key in record else "" for key, pattern in COLUMNS.values())
+        table.add_row(str(record["training/global_step"]), *cells)
+    return table
+
+
+def terminal_curve(rewards: list[float]) -> str:
+    """The reward over steps, drawn with characters."""
+    figure = plotille.Figure()
+    figure.width, figure.height, figure.with_colors = 72, 14, False
+    figure.x_label, figure.y_label = "step", "reward"
+    figure.set_x_limits(min_=1, max_=max(2, len(rewards)))
+    figure.set_y_limits(min_=0, max_=1)
+    figure.register_label_formatter(float, lambda value, chars, delta, left=False: f"{value:.2f}")
+    figure.plot(list(range(1, len(rewards) + 1)), rewards)
+    return figure.show()
+
+
+def save_curve(rewards: list[float], path: Path) -> None:
+    """The same curve as PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, len(rewards) + 1), rewards, color="tab:blue")
+    axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.02), title="quickstart: GRPO with a calculator")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)

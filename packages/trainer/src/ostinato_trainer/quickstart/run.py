@@ -1,0 +1,204 @@
+"""The quickstart from an empty folder to a trained checkpoint and its report.
+
+Invariant: nothing is taken from outside the folder, and after the warm start the run is `ostinato train DIR/config.yaml`, no more and no less.
+"""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+from omegaconf import OmegaConf
+from ostinato_tokenization import ChatTokenizer, encode_training_conversation
+from ostinato_tools import ToolExecutor, load_tools
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ostinato_trainer.errors import CheckpointError
+from ostinato_trainer.quickstart import files
+from ostinato_trainer.quickstart.dialogues import FAULTY_SHARE, DialogueMaker
+from ostinato_trainer.quickstart.report import print_report
+from ostinato_trainer.quickstart.task import distinct_problems
+from ostinato_trainer.quickstart.tiny_model import save_model, save_tokenizer
+
+NUM_TRAIN_ROWS = 1024
+NUM_VAL_ROWS = 64
+
+
+class WarmStart(msgspec.Struct, frozen=True):
+    """How the model learns the form of a dialogue before any reward."""
+
+    steps: int = 500
+    dialogues_per_step: int = 16
+    lr: float = 4e-3
+    warmup_steps: int = 20
+
+
+def next_free_folder(path: Path) -> Path:
+    """`path`, or the first of `path-2`, `path-3`, ... that does not exist."""
+    candidate, number = path, 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
+def run_quickstart(
+    output: Path, *, seed: int, console: Console, warm_start: WarmStart | None = None, overrides: tuple[str, ...] = ()
+) -> None:
+    """Make model and data below `output`, warm-start, train, report.
+
+    Args:
+        output: A folder that does not exist yet, or is empty.
+        seed: Makes everything that is random.
+        console: Where progress and the report go.
+        warm_start: Shorter or longer than the default.
+        overrides: Configuration overrides for the reinforcement learning.
+
+    Raises:
+        CheckpointError: `output` holds something already or cannot be made.
+    """
+    output = output.absolute()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        occupied = any(output.iterdir())
+    except OSError as error:
+        raise CheckpointError(
+            f"the output folder {output} must be a folder that can be written; {error.strerror}"
+        ) from error
+    if occupied:
+        raise CheckpointError(
+            f"the output folder must be new or empty, but {output} is not; choose another --output or remove it"
+        )
+    num_parameters = make_files(output, seed=seed)
+    console.print(
+        f"A Qwen3-shaped model of {num_parameters:,} parameters, its tokenizer and {NUM_TRAIN_ROWS:,} problems are in {output}"
+    )
+    _warm_start(output, seed=seed, settings=warm_start or WarmStart(), console=console)
+    _train(output, overrides=overrides, console=console)
+    print_report(output, console)
+
+
+def make_files(output: Path, *, seed: int) -> int:
+    """Write tools, reward, data, tokenizer, model and configuration; returns the model's number of parameters."""
+    for name in ("tools.py", "reward.py"):
+        shutil.copyfile(Path(files.__file__).with_name(name), output / name)
+    for split, count in (("train", NUM_TRAIN_ROWS), ("val", NUM_VAL_ROWS)):
+        problems = distinct_problems(count, held_out=split == "val", seed=seed)
+        rows = [problem.row(index, split) for index, problem in enumerate(problems)]
+        pq.write_table(pa.Table.from_pylist(rows), output / f"{split}.parquet")
+    executor = _executor(output)
+    dialogues = asyncio.run(DialogueMaker(executor, seed=seed).make(2000))
+    save_tokenizer(output / "model", [_plain_text(message) for dialogue in dialogues for message in dialogue])
+    OmegaConf.save(_config(output, seed), output / "config.yaml")
+    return save_model(output / "model", seed=seed)
+
+
+def _executor(output: Path) -> ToolExecutor:
+    return ToolExecutor(load_tools(None, str(output / "tools.py")))
+
+
+def _plain_text(message: dict) -> str:
+    """Roughly what the template writes of a message: the corpus from which the tokenizer learns its merges."""
+    calls = (call["function"] for call in message.get("tool_calls", ()))
+    return message["content"] + "".join(
+        msgspec.json.encode(call).decode().replace(":", ": ").replace(",", ", ") for call in calls
+    )
+
+
+def _config(output: Path, seed: int) -> dict:
+    """The run's configuration, with the keys of any run of this field."""
+    return {
+        "data": {
+            "train_files": str(output / "train.parquet"),
+            "val_files": str(output / "val.parquet"),
+            "max_prompt_length": 96,
+            "max_response_length": 256,
+            "train_batch_size": 8,
+            "seed": seed,
+        },
+        "actor_rollout_ref": {
+            "model": {"path": str(output / "warm_start")},
+            "actor": {
+                "ppo_mini_batch_size": 8,
+                "ppo_micro_batch_size_per_gpu": 64,
+                "optim": {"lr": 5e-4, "betas": [0.9, 0.95], "weight_decay": 0.0},
+            },
+            "rollout": {
+                "name": "transformers",
+                "n": 8,
+                "max_model_len": 384,
+                "max_num_seqs": 64,
+                "full_determinism": True,
+                "multi_turn": {
+                    "enable": True,
+                    "format": "hermes",
+                    "max_assistant_turns": 4,
+                    "function_tool_path": str(output / "tools.py"),
+                },
+                "agent": {"default_agent_loop": "tool_agent"},
+            },
+        },
+        "algorithm": {"adv_estimator": "grpo"},
+        "reward": {"custom_reward_function": {"path": str(output / "reward.py"), "name": "compute_score"}},
+        "trainer": {
+            "total_training_steps": 60,
+            "test_freq": 60,
+            "val_before_train": True,
+            "save_freq": 60,
+            "seed": seed,
+            "project_name": "ostinato",
+            "experiment_name": "quickstart",
+            "logger": ["jsonl"],
+            "default_local_dir": str(output),
+        },
+    }
+
+
+def _progress(console: Console) -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    return Progress(*columns, console=console)
+
+
+def _warm_start(output: Path, *, seed: int, settings: WarmStart, console: Console) -> None:
+    """Supervised fine-tuning on dialogues of which most are faulty; the result is `output/warm_start`."""
+    from ostinato_trainer.sft import train_sft
+
+    console.print(
+        f"Warm start: dialogues of which {FAULTY_SHARE:.0%} carry a fault that reinforcement learning is to remove"
+    )
+    tokenizer = ChatTokenizer.from_pretrained(output / "model")
+    executor = _executor(output)
+    schemas = load_tools(None, str(output / "tools.py")).schemas()
+    dialogues = asyncio.run(DialogueMaker(executor, seed=seed + 1).make(settings.steps * settings.dialogues_per_step))
+    conversations = [encode_training_conversation(tokenizer, dialogue, schemas) for dialogue in dialogues]
+    with _progress(console) as progress:
+        bar = progress.add_task("supervised", total=settings.steps, note="")
+        for step, loss in enumerate(
+            train_sft(output / "model", output / "warm_start", conversations, settings, seed=seed), start=1
+        ):
+            progress.update(bar, completed=step, note=f"loss {loss:.3f}")
+
+
+def _train(output: Path, *, overrides: tuple[str, ...], console: Console) -> None:
+    """GRPO by the written configuration, with a bar instead of a log."""
+    from ostinato_trainer.assembly import run_training
+    from ostinato_trainer.config_loading import load_config
+
+    config = load_config([output / "config.yaml"], list(overrides))
+    with _progress(console) as progress:
+        bar = progress.add_task("GRPO", total=config.trainer.total_training_steps, note="")
+
+        def show(step: int, metrics: dict[str, float]) -> None:
+            if "critic/score/mean" in metrics:
+                progress.update(bar, completed=step, note=f"reward {metrics['critic/score/mean']:.2f}")
+
+        run_training(config, on_step=show)
