@@ -1,1 +1,65 @@
-"""The programs that agents run, and the workers that run thousands of them."""
+"""The programs that agents run, and the workers that run thousands of them.
+
+What it is: `AgentLoopBase` (the one thing that a user writes), `single_turn_agent` and `tool_agent`, and `AgentLoopManager`,
+which turns rows into trajectories with rewards. What it is not: it knows no optimizer, and never touches token ids itself.
+"""
+
+from .base import AgentLoopBase, AgentLoopContext
+from .batch_metrics import batch_metrics
+from .config import AgentConfig, CustomServerConfig, MultiTurnConfig, RolloutConfig, ValidationSamplingConfig
+from .errors import (
+    AgentConfigError,
+    AgentLoopError,
+    AgentLoopOutputError,
+    AgentRowError,
+    RewardResultError,
+    UnknownAgentError,
+)
+from .manager import AgentLoopManager, load_manager_class
+from .output import AgentLoopMetrics, AgentLoopOutput, TrajectoryEnd, outputs_from_session
+from .registry import agent_loop_class, load_agent_loops, register
+from .reward import RewardFn, RewardResult
+from .rows import row_agent_name, row_messages, row_tool_selection, row_tools_kwargs
+from .single_turn import SingleTurnAgentLoop
+from .tool_agent import AgentState, ToolAgentLoop
+from .trajectory import RolloutBatch, Trajectory
+from .worker import AgentLoopWorker, TrajectoryTask
+
+__all__ = [
+    "AgentConfig",
+    "AgentConfigError",
+    "AgentLoopBase",
+    "AgentLoopContext",
+    "AgentLoopError",
+    "AgentLoopManager",
+    "AgentLoopMetrics",
+    "AgentLoopOutput",
+    "AgentLoopOutputError",
+    "AgentLoopWorker",
+    "AgentRowError",
+    "AgentState",
+    "CustomServerConfig",
+    "MultiTurnConfig",
+    "RewardFn",
+    "RewardResult",
+    "RewardResultError",
+    "RolloutBatch",
+    "RolloutConfig",
+    "SingleTurnAgentLoop",
+    "ToolAgentLoop",
+    "Trajectory",
+    "TrajectoryEnd",
+    "TrajectoryTask",
+    "UnknownAgentError",
+    "ValidationSamplingConfig",
+    "agent_loop_class",
+    "batch_metrics",
+    "load_agent_loops",
+    "load_manager_class",
+    "outputs_from_session",
+    "register",
+    "row_agent_name",
+    "row_messages",
+    "row_tool_selection",
+    "row_tools_kwargs",
+]

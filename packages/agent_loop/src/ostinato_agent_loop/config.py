@@ -47,7 +47,9 @@ class MultiTurnConfig(SessionConfig, frozen=True, forbid_unknown_fields=True, kw
     """Seconds that one tool call may take before the model is told that it timed out."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "max_assistant_turns", "max_user_turns", "max_parallel_calls", "max_tool_response_length")
+        _check_at_least(
+            self, 1, "max_assistant_turns", "max_user_turns", "max_parallel_calls", "max_tool_response_length"
+        )
         _check_at_least(self, 0, "max_consecutive_malformed")
         if not self.tool_timeout_s > 0:
             raise ValueError(f"tool_timeout_s must be positive, got {self.tool_timeout_s}; give seconds")
@@ -63,7 +65,9 @@ class CustomServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         if (self.path is None) != (self.name is None):
-            raise ValueError(f"path and name must be given together, got path={self.path!r}, name={self.name!r}; give both")
+            raise ValueError(
+                f"path and name must be given together, got path={self.path!r}, name={self.name!r}; give both"
+            )
 
 
 class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -147,4 +151,6 @@ class RolloutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         values = self.val_kwargs
         if not values.do_sample:
             return SamplingParams(temperature=0.0)
-        return SamplingParams.from_mapping({"temperature": values.temperature, "top_p": values.top_p, "top_k": values.top_k})
+        return SamplingParams.from_mapping(
+            {"temperature": values.temperature, "top_p": values.top_p, "top_k": values.top_k}
+        )

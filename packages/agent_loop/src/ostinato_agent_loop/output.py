@@ -139,8 +139,55 @@ class AgentLoopOutput(msgspec.Struct, kw_only=True):
         starts = [span.start for span in self.policy_versions]
         if not starts:
             return
-        if starts[0] != 0 or any(a >= b for a, b in zip(starts, starts[1:], strict=False)) or starts[-1] >= max(length, 1):
+        if (
+            starts[0] != 0
+            or any(a >= b for a, b in zip(starts, starts[1:], strict=False))
+            or starts[-1] >= max(length, 1)
+        ):
             raise AgentLoopOutputError(
                 f"policy_versions must start at 0, rise, and stay within the {length} response tokens, got starts {starts}"
                 "; give offsets into response_ids"
             )
+
+
+def outputs_from_session(
+    session: ChatSession,
+    *,
+    num_turns: int,
+    stop_reason: TrajectoryEnd,
+    metrics: AgentLoopMetrics,
+    extra_fields: dict[str, Any] | None = None,
+) -> list[AgentLoopOutput]:
+    """Return the segments of a closed session as outputs, with what the session measured added to `metrics`.
+
+    Raises:
+        AgentLoopOutputError: The session was never extended.
+    """
+    if not session.segments:
+        raise AgentLoopOutputError("the session must have a prompt, got none; extend it before asking for its outputs")
+    measured = session.metrics
+    metrics.generate_sequences += measured.generate_s
+    metrics.num_preempted = max(metrics.num_preempted, 0) + measured.num_preempted
+    metrics.num_cached_tokens += measured.num_cached_tokens
+    metrics.num_tokenization_mismatches += measured.num_mismatches
+    extra = {} if extra_fields is None else extra_fields
+    outputs = []
+    for index, ledger in enumerate(session.segments):
+        spans = ledger.policy_versions
+        outputs.append(
+            AgentLoopOutput(
+                prompt_ids=ledger.prompt_ids,
+                response_ids=ledger.response_ids,
+                response_mask=ledger.response_mask,
+                response_logprobs=ledger.response_logprobs,
+                num_turns=num_turns,
+                stop_reason=stop_reason,
+                policy_versions=tuple(
+                    PolicySpan(start, version, version not in session.inexact_versions) for start, version in spans
+                ),
+                metrics=metrics,
+                extra_fields=extra,
+                segment_index=index,
+            )
+        )
+    return outputs

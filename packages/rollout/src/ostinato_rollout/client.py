@@ -103,7 +103,11 @@ class LLMServerClient:
             ReplicaError: The replica failed or broke its contract; its own error is the cause.
             NoReplicaError: No replica is in service.
         """
-        params = sampling_params if isinstance(sampling_params, SamplingParams) else SamplingParams.from_mapping(sampling_params)
+        params = (
+            sampling_params
+            if isinstance(sampling_params, SamplingParams)
+            else SamplingParams.from_mapping(sampling_params)
+        )
         if params.max_tokens is not None and params.max_tokens <= 0:
             return TokenOutput(token_ids=[], logprobs=[] if params.logprobs else None, stop_reason=StopReason.LENGTH)
         attempts = _Attempts(params.max_tokens)
@@ -136,7 +140,9 @@ class LLMServerClient:
             attempts.number += 1
             left = attempts.left()
             if left == 0:
-                return attempts.merged(msgspec.structs.replace(output, stop_reason=StopReason.LENGTH) if output else None)
+                return attempts.merged(
+                    msgspec.structs.replace(output, stop_reason=StopReason.LENGTH) if output else None
+                )
             prompt = [*prompt_ids, *attempts.token_ids]
             seed = None if params.seed is None else derive_seed(params.seed, attempts.number)
             current = msgspec.structs.replace(params, max_tokens=left, seed=seed)
@@ -172,7 +178,9 @@ class LLMServerClient:
     def _choose(self, request_id: str) -> int:
         """Pick a replica and remember it for the conversation."""
         if not self._servers:
-            raise NoReplicaError(f"at least one replica must be in service for request {request_id!r}, got none; restart one")
+            raise NoReplicaError(
+                f"at least one replica must be in service for request {request_id!r}, got none; restart one"
+            )
         previous = self._sticky.get(request_id)
         if previous is not None and previous not in self._servers:
             previous = None
@@ -194,7 +202,9 @@ class LLMServerClient:
         try:
             await server.release(request_id)
         except Exception as error:
-            logger.warning("replica %s failed to release request %s: %s: %s", replica, request_id, type(error).__name__, error)
+            logger.warning(
+                "replica %s failed to release request %s: %s: %s", replica, request_id, type(error).__name__, error
+            )
 
 
 class _Attempts:

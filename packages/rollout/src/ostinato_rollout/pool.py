@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-from ostinato_engines import AsyncServerBase, Health, WeightManifest
+from ostinato_engines import AsyncServerBase, Health, UnsupportedError, WeightManifest
 
 from .client import LLMServerClient
 from .errors import NoReplicaError, ReplicaError, SessionInputError
@@ -61,7 +61,9 @@ class ServerPool:
         self._check_left("serve a policy")
         return min(server.policy_version for server in self._in_service.values())
 
-    def client(self, *, seed: int = 0, timeout_s: float = 600.0, policy: ReplicaPolicy | None = None) -> LLMServerClient:
+    def client(
+        self, *, seed: int = 0, timeout_s: float = 600.0, policy: ReplicaPolicy | None = None
+    ) -> LLMServerClient:
         """Return a client over the replicas in service, which follows when one is taken out."""
         self._check_left("make a client")
         client = LLMServerClient(self.servers, seed=seed, timeout_s=timeout_s, policy=policy)
@@ -90,8 +92,15 @@ class ServerPool:
         await self._or_take_out("wake up", lambda server: server.wake_up(tags))
 
     async def sleep(self, level: int = 1) -> None:
-        """Let replicas give memory back until `wake_up`; one that cannot is taken out."""
-        await self._or_take_out("go to sleep", lambda server: server.sleep(level))
+        """Let replicas give memory back until `wake_up`; those of a kind that never sleeps stay awake."""
+
+        async def rest(server: AsyncServerBase) -> None:
+            try:
+                await server.sleep(level)
+            except UnsupportedError as error:
+                logger.debug("replica %d stays awake: %s", self._index(server), error)
+
+        await self._or_take_out("go to sleep", rest)
 
     async def health(self) -> dict[int, Health]:
         """Return the health of each replica in service; one that does not answer is taken out."""
@@ -103,7 +112,9 @@ class ServerPool:
         await self._or_take_out("tell its health", ask)
         return dict(sorted(answers.items()))
 
-    async def update_weights(self, manifest: WeightManifest, make_weights: Callable[[], Iterable[tuple[str, Any]]]) -> None:
+    async def update_weights(
+        self, manifest: WeightManifest, make_weights: Callable[[], Iterable[tuple[str, Any]]]
+    ) -> None:
         """Bring every replica to `manifest.version`; one that fails or reports another version afterwards is taken out.
 
         Args:
@@ -140,13 +151,17 @@ class ServerPool:
     def _check_left(self, purpose: str) -> None:
         if not self._in_service:
             causes = "; ".join(f"replica {replica}: {failure.message}" for replica, failure in self.lost.items())
-            raise NoReplicaError(f"at least one replica must be in service to {purpose}, got none ({causes}); restart them")
+            raise NoReplicaError(
+                f"at least one replica must be in service to {purpose}, got none ({causes}); restart them"
+            )
 
     async def _or_take_out(self, purpose: str, operation: Callable[[AsyncServerBase], Awaitable[None]]) -> None:
         self._check_left(purpose)
         for replica, error in (await self._on_each(purpose, operation)).items():
             kind = FailureKind.TIMEOUT if isinstance(error, TimeoutError) else FailureKind.ENGINE
-            self.take_out(self._all[replica], Failure.from_error(error, f"replica {replica} had to {purpose}", kind=kind))
+            self.take_out(
+                self._all[replica], Failure.from_error(error, f"replica {replica} had to {purpose}", kind=kind)
+            )
         self._check_left(purpose)
 
     async def _on_each(
@@ -164,7 +179,9 @@ class ServerPool:
                     await operation(server)
             except TimeoutError as error:
                 if deadline.expired():
-                    error = TimeoutError(f"replica {replica} must {purpose} within {self._timeout_s:g} s, got no answer")
+                    error = TimeoutError(
+                        f"replica {replica} must {purpose} within {self._timeout_s:g} s, got no answer"
+                    )
                 failures[replica] = error
             except Exception as error:
                 failures[replica] = error

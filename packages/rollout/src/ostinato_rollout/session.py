@@ -78,6 +78,7 @@ class ChatSession:
         self._prompt_length = 0
         self._length = 0
         self._unanswered = 0  # messages at the end that no turn has answered yet
+        self._mark_length = 0
         self._mark: int | None = None  # where the ledger stood before them; None: the segment began with them
         self._turn = 0
         self._busy = self._closed = False
@@ -132,7 +133,9 @@ class ChatSession:
         self._check_free("generate")
         ledger = self._ledger
         if ledger is None or not self._unanswered:
-            raise SessionStateError("generate must follow extend, got no new message to answer; extend the session first")
+            raise SessionStateError(
+                "generate must follow extend, got no new message to answer; extend the session first"
+            )
         limit = self.room if sampling_params.max_tokens is None else min(sampling_params.max_tokens, self.room)
         if limit <= 0:
             return _empty_reply(StopReason.LENGTH)
@@ -205,7 +208,9 @@ class ChatSession:
         ledger = self._tokens.build_initial_tokens(messages, self._tools)
         length = len(ledger.token_ids)
         if not length:
-            raise SessionInputError("the first messages must render to at least one token, got none; check the chat template")
+            raise SessionInputError(
+                "the first messages must render to at least one token, got none; check the chat template"
+            )
         if self._finished:
             self._check_new_segment(length)
         else:
@@ -273,7 +278,11 @@ class ChatSession:
         """Raise BudgetExceededError unless a segment that begins with `length` tokens leaves room to answer."""
         if self._room(length, length) < 1:
             room = max(0, self.budget.max_context_tokens - 1)
-            limit = "max_model_len" if self.budget.max_context_tokens == self.budget.max_model_len else "max_response_tokens"
+            limit = (
+                "max_model_len"
+                if self.budget.max_context_tokens == self.budget.max_model_len
+                else "max_response_tokens"
+            )
             raise self._over_budget(length, room, limit=limit)
 
     def _params(self, given: SamplingParams, limit: int) -> SamplingParams:
@@ -366,12 +375,16 @@ def _stop_ids(tokens: ContinuousTokens, parser: ToolParser | None) -> tuple[int,
 def _checked(messages: Sequence[dict]) -> list[dict]:
     """Return the messages as a list, or raise SessionInputError."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-        raise SessionInputError(f"messages must be a list of dicts, got {type(messages).__name__}; wrap a single one in a list")
+        raise SessionInputError(
+            f"messages must be a list of dicts, got {type(messages).__name__}; wrap a single one in a list"
+        )
     if not messages:
         raise SessionInputError("messages must hold at least one message, got none; say something")
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise SessionInputError(f"messages[{index}] must be a dict with a role, got {message!r:.80}; use the OpenAI form")
+            raise SessionInputError(
+                f"messages[{index}] must be a dict with a role, got {message!r:.80}; use the OpenAI form"
+            )
     return list(messages)
 
 

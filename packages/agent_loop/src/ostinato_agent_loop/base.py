@@ -1,0 +1,94 @@
+"""What a user writes, and what it is given: `AgentLoopBase.run`, and the context to run in."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from ostinato_engines import SamplingParams
+from ostinato_rollout import ChatSession, LLMServerClient, SessionBudget
+from ostinato_tokenization import ContinuousTokens
+from ostinato_tools import ToolExecutor, ToolParser
+
+from .config import MultiTurnConfig
+from .output import AgentLoopOutput
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AgentLoopContext:
+    """The world of one trajectory. All but its ids is shared between trajectories."""
+
+    client: LLMServerClient
+    """Where generations come from."""
+    tokens: ContinuousTokens
+    """How messages become token ids."""
+    config: MultiTurnConfig
+    """`actor_rollout_ref.rollout.multi_turn`."""
+    budget: SessionBudget
+    """How long a conversation may get."""
+    tools: ToolExecutor
+    """The only way in which tools run."""
+    parser: ToolParser
+    """Reads calls from what the model wrote, in the format that the configuration names."""
+    trajectory_id: str = ""
+    """Which trajectory this is."""
+    group_id: str = ""
+    """Which row's group it belongs to."""
+    sessions: list[ChatSession] = dataclasses.field(default_factory=list)
+    """What `open_session` gave out; closed by the worker if the agent does not."""
+
+    def for_trajectory(self, group_id: str, trajectory_id: str) -> AgentLoopContext:
+        """Return the context of another trajectory."""
+        return dataclasses.replace(self, group_id=group_id, trajectory_id=trajectory_id, sessions=[])
+
+    def open_session(self, row: Mapping[str, Any], tools: Sequence[dict] | None = None) -> ChatSession:
+        """Return a new conversation; use it as `async with`, or close it.
+
+        Args:
+            row: The dataset row that it belongs to.
+            tools: Schemas of the tools that the model is shown; None or empty: it has none.
+        """
+        number = len(self.sessions)
+        request_id = None
+        if self.trajectory_id:
+            request_id = f"{self.trajectory_id}#{number}" if number else self.trajectory_id
+        session = ChatSession(
+            client=self.client,
+            tokens=self.tokens,
+            config=self.config,
+            budget=self.budget,
+            parser=self.parser if tools else None,
+            tools=tools,
+            request_id=request_id,
+        )
+        self.sessions.append(session)
+        return session
+
+    async def close(self) -> None:
+        """Close every conversation that is still open."""
+        for session in self.sessions:
+            await session.close()
+
+
+class AgentLoopBase(ABC):
+    """An agent's program. One instance runs one trajectory; registered under a name, rows choose it by `agent_name`."""
+
+    needs_tools: ClassVar[bool] = False
+    """Set by agents that use tools; their rows are refused at start while `multi_turn.enable` is false."""
+
+    def __init__(self, context: AgentLoopContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Run one trajectory and return its segments; most have one.
+
+        Args:
+            sampling_params: How to sample; its seed, if any, belongs to this trajectory alone.
+            **row: The fields of the dataset row.
+
+        Raises:
+            Exception: Recorded as this trajectory's failure.
+        """

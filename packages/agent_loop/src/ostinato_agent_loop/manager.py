@@ -1,0 +1,226 @@
+"""From rows to trajectories: seeds, groups and workers around one batch, and the pool's sleep between batches.
+
+Knows rows and workers, no training. Everything that can be wrong with names and settings is found before a trajectory starts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ostinato_engines import SamplingParams
+from ostinato_rollout import Failure, LLMServerClient, RolloutScheduler, ServerPool, SessionBudget, derive_seed
+from ostinato_tokenization import ContinuousTokens
+from ostinato_tools import ToolExecutor, get_parser, load_tools
+
+from . import single_turn, tool_agent  # noqa: F401  (they register the built-in agents)
+from .base import AgentLoopBase, AgentLoopContext
+from .batch_metrics import batch_metrics
+from .config import AgentConfig, MultiTurnConfig, RolloutConfig
+from .errors import AgentConfigError, AgentRowError
+from .registry import agent_loop_class, import_class, load_agent_loops
+from .reward import RewardFn
+from .rows import row_agent_name
+from .trajectory import RolloutBatch, Trajectory
+from .worker import AgentLoopWorker, TrajectoryTask
+
+logger = logging.getLogger(__name__)
+
+
+class AgentLoopManager:
+    """Runs batches of rows.
+
+    Args:
+        config: `actor_rollout_ref.rollout`.
+        tokens: How messages become token ids.
+        budget: How long a trajectory may get.
+        pool: The replicas; needed if `client` is None, or if `colocated`.
+        client: Where generations come from; made from the pool if None.
+        tools: The executor of tools; made from `config.multi_turn` if None.
+        reward_fn: Scores each trajectory as soon as it ends; None: only agents' own scores.
+        seed: Root of all seeds of this manager.
+        colocated: Wake the pool before a batch and put it to sleep after it.
+
+    Raises:
+        AgentConfigError, UnknownAgentError, ToolError: A setting, an agent or a tool cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        *,
+        tokens: ContinuousTokens,
+        budget: SessionBudget,
+        pool: ServerPool | None = None,
+        client: LLMServerClient | None = None,
+        tools: ToolExecutor | None = None,
+        reward_fn: RewardFn | None = None,
+        seed: int = 0,
+        colocated: bool = False,
+    ) -> None:
+        if pool is None and (client is None or colocated):
+            raise AgentConfigError(
+                "pool must be given where there is no client or engines are colocated, got None; pass it"
+            )
+        if client is None:
+            assert pool is not None
+            client = pool.client(seed=seed)
+        self._config, self._seed = config, seed
+        self._pool = pool if colocated else None
+        self._num_batches = 0
+        if config.agent.agent_loop_config_path is not None:
+            load_agent_loops(config.agent.agent_loop_config_path)
+        self.check_agents([config.agent.default_agent_loop])
+        context = AgentLoopContext(
+            client=client,
+            tokens=tokens,
+            config=config.multi_turn,
+            budget=budget,
+            tools=_executor(config.multi_turn) if tools is None else tools,
+            parser=get_parser(config.multi_turn.format),
+        )
+        self._workers = [
+            AgentLoopWorker(context, config.agent, reward_fn=reward_fn) for _ in range(config.agent.num_workers)
+        ]
+
+    def check_agents(self, names: Iterable[str]) -> None:
+        """Raise unless every name is a registered agent that these settings allow; give it a dataset's `agent_name`s."""
+        for name in dict.fromkeys(names):
+            if agent_loop_class(name).needs_tools and not self._config.multi_turn.enable:
+                raise AgentConfigError(
+                    f"multi_turn.enable must be true for agent {name!r}, which uses tools, got false;"
+                    " set actor_rollout_ref.rollout.multi_turn.enable=true or choose another agent"
+                )
+
+    async def generate_sequences(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        n: int | None = None,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        step: int,
+        validate: bool = False,
+    ) -> RolloutBatch:
+        """Run `n` trajectories for each row.
+
+        Args:
+            rows: Fields of dataset rows; `agent_name` chooses the agent.
+            n: Trajectories per row; None: as configured, for training or validation.
+            sampling_params: How to sample; None: as configured, for training or validation. A seed here is replaced.
+            step: The training step; together with row and number it decides each trajectory's seed.
+            validate: Use the validation settings, and seeds of their own.
+
+        Returns:
+            Trajectories in the order of the rows, a row's `n` side by side, failures in their places; and metrics.
+
+        Raises:
+            AgentRowError, AgentConfigError, UnknownAgentError: A row chooses an agent that cannot run; nothing was started.
+            NoReplicaError: No replica could be woken.
+        """
+        params = sampling_params
+        if params is None:
+            params = self._config.sampling_params(validate=validate)
+        elif not isinstance(params, SamplingParams):
+            params = SamplingParams.from_mapping(params)
+        if n is None:
+            n = self._config.val_kwargs.n if validate else self._config.n
+        if n < 1:
+            raise AgentConfigError(f"n must be at least 1, got {n}; each row needs a trajectory")
+        tasks = self._tasks(rows, n=n, step=step, validate=validate)
+        await self._wake()
+        try:
+            trajectories = await self._run(tasks, n, params)
+        finally:
+            await self._rest()
+        return RolloutBatch(trajectories, batch_metrics(trajectories))
+
+    def _tasks(self, rows: Sequence[Mapping[str, Any]], *, n: int, step: int, validate: bool) -> list[TrajectoryTask]:
+        agents = [self._agent(index, row) for index, row in enumerate(rows)]
+        self.check_agents(name for name, _ in agents)
+        phase = "val" if validate else "train"
+        tasks = []
+        for index, (row, (_, agent)) in enumerate(zip(rows, agents, strict=True)):
+            group_id = f"{phase}-{step}-{index}"
+            for number in range(n):
+                seed = derive_seed(self._seed, step, index, number, int(validate))
+                tasks.append(TrajectoryTask(row, agent, group_id, f"{group_id}/{number}", seed))
+        return tasks
+
+    def _agent(self, index: int, row: Mapping[str, Any]) -> tuple[str, type[AgentLoopBase]]:
+        if not isinstance(row, Mapping):
+            raise AgentRowError(f"rows[{index}] must be a mapping of fields, got {type(row).__name__}; pass dicts")
+        try:
+            name = row_agent_name(row, self._config.agent.default_agent_loop)
+            return name, agent_loop_class(name)
+        except (AgentRowError, AgentConfigError) as error:
+            raise type(error)(f"rows[{index}]: {error}") from error
+
+    async def _run(self, tasks: list[TrajectoryTask], n: int, params: SamplingParams) -> list[Trajectory]:
+        """Split whole rows over the workers, as evenly as they go, and put the results together again."""
+        num_rows, workers = len(tasks) // n, self._workers
+        bounds = [index * num_rows // len(workers) * n for index in range(len(workers) + 1)]
+        shares = [
+            (worker, tasks[start:end])
+            for worker, start, end in zip(workers, bounds, bounds[1:], strict=False)
+            if start < end
+        ]
+
+        async def run(share: tuple[AgentLoopWorker, list[TrajectoryTask]]) -> list[Trajectory]:
+            worker, mine = share
+            return await worker.generate_sequences(mine, params)
+
+        results: list[Trajectory] = []
+        for part, (_, mine) in zip(
+            await RolloutScheduler().run(shares, run, concurrency=max(1, len(shares))), shares, strict=True
+        ):
+            if isinstance(part, Failure):
+                results += [
+                    Trajectory(group_id=task.group_id, trajectory_id=task.trajectory_id, row=task.row, failure=part)
+                    for task in mine
+                ]
+            else:
+                results += part
+        return results
+
+    async def _wake(self) -> None:
+        self._num_batches += 1
+        if self._pool is None or self._num_batches > 1:
+            return
+        try:
+            await self._pool.wake_up()
+        except BaseException:
+            self._num_batches -= 1
+            raise
+
+    async def _rest(self) -> None:
+        self._num_batches -= 1
+        if self._pool is not None and not self._num_batches:
+            await self._pool.sleep()
+
+
+def load_manager_class(config: AgentConfig) -> type[AgentLoopManager]:
+    """Return the manager class that the configuration names, or AgentLoopManager.
+
+    Raises:
+        AgentConfigError: The class cannot be imported or is no AgentLoopManager.
+    """
+    if config.agent_loop_manager_class is None:
+        return AgentLoopManager
+    return import_class(config.agent_loop_manager_class, AgentLoopManager, "agent.agent_loop_manager_class")
+
+
+def _executor(config: MultiTurnConfig) -> ToolExecutor:
+    """Make the executor that the settings describe; without `enable` it has no tools."""
+    if config.enable:
+        registry = load_tools(config.tool_config_path, config.function_tool_path)
+    else:
+        registry = load_tools()
+    if config.enable and not registry.names:
+        logger.warning("multi_turn.enable is true, but there are no tools; set tool_config_path or function_tool_path")
+    return ToolExecutor(
+        registry,
+        timeout_s=config.tool_timeout_s,
+        max_response_length=config.max_tool_response_length,
+        truncate_side=config.tool_response_truncate_side,
+    )

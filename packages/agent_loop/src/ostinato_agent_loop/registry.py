@@ -1,0 +1,124 @@
+"""Agents by name: `register` in code, `load_agent_loops` from YAML, `agent_loop_class` to look one up."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from .base import AgentLoopBase
+from .errors import AgentConfigError, UnknownAgentError
+
+_AGENTS: dict[str, type[AgentLoopBase]] = {}
+
+AgentClass = TypeVar("AgentClass", bound=type[AgentLoopBase])
+
+
+def register(name: str) -> Callable[[AgentClass], AgentClass]:
+    """Register an agent class under `name`.
+
+    Raises:
+        AgentConfigError: The name is empty or belongs to another class, or the class is no AgentLoopBase.
+    """
+    if not isinstance(name, str) or not name:
+        raise AgentConfigError(f"an agent's name must be a text, got {name!r}; write @register('my_agent')")
+
+    def decorate(cls: AgentClass) -> AgentClass:
+        _add(name, cls, "@register")
+        return cls
+
+    return decorate
+
+
+def agent_loop_class(name: str) -> type[AgentLoopBase]:
+    """Return the class registered under `name`.
+
+    Raises:
+        UnknownAgentError: Nobody registered it.
+    """
+    try:
+        return _AGENTS[name]
+    except KeyError:
+        raise UnknownAgentError(
+            f"agent_name must be one of {', '.join(sorted(_AGENTS))}, got {name!r};"
+            " register it, or add it to agent_loop_config_path"
+        ) from None
+
+
+def load_agent_loops(agent_loop_config_path: str | Path) -> tuple[str, ...]:
+    """Register the agents that a YAML file lists, each with `name` and `_target_`; return their names.
+
+    Raises:
+        AgentConfigError: The file, an entry or a class cannot be used; the message names file and entry.
+    """
+    path = Path(agent_loop_config_path)
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise AgentConfigError(
+            f"agent_loop_config_path must be a readable file, got {str(path)!r} ({error.strerror}); correct the path"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise AgentConfigError(
+            f"agent_loop_config_path must hold YAML, got {str(path)!r}: {error}; correct it"
+        ) from error
+    if not isinstance(entries, list):
+        raise AgentConfigError(
+            f"{path} must be a list of agents, got {type(entries).__name__}; write `- name: ...` and `  _target_: ...`"
+        )
+    found: dict[str, type[AgentLoopBase]] = {}
+    for index, entry in enumerate(entries):
+        name, cls = _read_entry(entry, f"{path}, entry {index}")
+        if name in found:
+            raise AgentConfigError(f"{path}, entry {index}: name must be unique, got {name!r} twice; rename one")
+        found[name] = cls
+    for name, cls in found.items():
+        _add(name, cls, str(path))
+    return tuple(found)
+
+
+def import_class(target: str, base: type, where: str) -> type:
+    """Import a class by its dotted path.
+
+    Raises:
+        AgentConfigError: It cannot be imported, or is no subclass of `base`; `where` says who asked.
+    """
+    module_name, _, attribute = target.rpartition(".") if isinstance(target, str) else ("", "", "")
+    if not module_name:
+        raise AgentConfigError(
+            f"{where}: the class must be a dotted path, got {target!r}; write package.module.ClassName"
+        )
+    try:
+        value = getattr(importlib.import_module(module_name), attribute)
+    except Exception as error:
+        raise AgentConfigError(
+            f"{where}: {target!r} must be importable, got {type(error).__name__}: {error}; check the path and PYTHONPATH"
+        ) from error
+    if not isinstance(value, type) or not issubclass(value, base):
+        raise AgentConfigError(f"{where}: {target!r} must be a subclass of {base.__name__}, got {value!r}; derive it")
+    return value
+
+
+def _read_entry(entry: Any, where: str) -> tuple[str, type[AgentLoopBase]]:
+    if not isinstance(entry, dict) or set(entry) != {"name", "_target_"}:
+        raise AgentConfigError(f"{where} must have exactly the keys name and _target_, got {entry!r:.120}; correct it")
+    name = entry["name"]
+    if not isinstance(name, str) or not name:
+        raise AgentConfigError(f"{where}: name must be a text, got {name!r}; quote it")
+    return name, import_class(entry["_target_"], AgentLoopBase, where)
+
+
+def _add(name: str, cls: Any, where: str) -> None:
+    if not isinstance(cls, type) or not issubclass(cls, AgentLoopBase):
+        raise AgentConfigError(f"agent {name!r} must be a subclass of AgentLoopBase, got {cls!r}; derive it")
+    known = _AGENTS.get(name)
+    same = known is not None and (known.__module__, known.__qualname__) == (cls.__module__, cls.__qualname__)
+    if known is not None and not same:
+        raise AgentConfigError(
+            f"agent {name!r} must be registered once, got {cls.__module__}.{cls.__qualname__} ({where}) beside"
+            f" {known.__module__}.{known.__qualname__}; rename one"
+        )
+    _AGENTS[name] = cls

@@ -1,0 +1,34 @@
+"""`single_turn_agent`: one prompt, one turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ostinato_engines import SamplingParams, StopReason
+
+from .base import AgentLoopBase
+from .output import AgentLoopMetrics, AgentLoopOutput, TrajectoryEnd, outputs_from_session
+from .registry import register
+from .rows import row_messages
+
+
+@register("single_turn_agent")
+class SingleTurnAgentLoop(AgentLoopBase):
+    """Asks once and takes what comes."""
+
+    async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """See AgentLoopBase."""
+        async with self.context.open_session(row) as session:
+            await session.extend(row_messages(row))
+            reply = await session.generate(sampling_params)
+        if reply.stop_reason is StopReason.LENGTH:
+            end = TrajectoryEnd.RESPONSE_LENGTH if session.room == 0 else TrajectoryEnd.TURN_LENGTH
+        else:
+            end = TrajectoryEnd.STOP if reply.num_tokens else TrajectoryEnd.NOTHING_GENERATED
+        return outputs_from_session(
+            session,
+            num_turns=2 if reply.num_tokens else 1,
+            stop_reason=end,
+            metrics=AgentLoopMetrics(),
+            extra_fields={"turn_scores": [], "tool_rewards": [], "messages": session.messages},
+        )

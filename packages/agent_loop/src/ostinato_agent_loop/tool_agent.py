@@ -1,0 +1,177 @@
+"""`tool_agent`: a model that calls tools, as a state machine.
+
+    PENDING -> GENERATING -> PROCESSING_TOOLS -> GENERATING -> ... -> TERMINATED
+
+Knows messages, calls and turns. Token ids belong to the session, the running of tools to their executor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any
+
+from ostinato_engines import SamplingParams, StopReason
+from ostinato_rollout import BudgetExceededError, ChatSession, Reply
+from ostinato_tools import ToolCall, TrajectoryTools
+
+from .base import AgentLoopBase
+from .output import AgentLoopMetrics, AgentLoopOutput, TrajectoryEnd, outputs_from_session
+from .registry import register
+from .rows import row_messages, row_tool_selection, row_tools_kwargs
+
+
+class AgentState(StrEnum):
+    """Where a trajectory stands."""
+
+    PENDING = "pending"
+    GENERATING = "generating"
+    PROCESSING_TOOLS = "processing_tools"
+    TERMINATED = "terminated"
+
+
+@dataclasses.dataclass(slots=True)
+class Episode:
+    """One trajectory under way."""
+
+    session: ChatSession
+    tools: TrajectoryTools
+    sampling_params: SamplingParams
+    prompt: list[dict]
+    reply: Reply | None = None
+    end: TrajectoryEnd | None = None
+    assistant_turns: int = 0
+    user_turns: int = 0
+    malformed_in_a_row: int = 0
+    turn_scores: list[float] = dataclasses.field(default_factory=list)
+    tool_rewards: list[float] = dataclasses.field(default_factory=list)
+    metrics: AgentLoopMetrics = dataclasses.field(default_factory=AgentLoopMetrics)
+
+
+@register("tool_agent")
+class ToolAgentLoop(AgentLoopBase):
+    """Generates, runs the calls that the model made, shows it their answers, and so on until there is a reason to end.
+
+    Tools of a turn always run, also where no turn may follow: their rewards and their state count. Answers that no turn
+    follows are not part of the output.
+    """
+
+    needs_tools = True
+
+    async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """See AgentLoopBase. `extra_fields` holds `tool_rewards` (one for each call that ran, in order), `turn_scores` (one
+        for each turn with calls: the sum of their rewards), `tool_state_rewards` (by tool, of the state left behind) and
+        `messages` (the conversation)."""
+        context, prompt = self.context, row_messages(row)
+        opened = context.tools.open(context.trajectory_id, row_tools_kwargs(row), row_tool_selection(row))
+        async with opened as tools, context.open_session(row, tools.schemas) as session:
+            episode = Episode(session, tools, sampling_params, prompt)
+            steps = {
+                AgentState.PENDING: self._pending,
+                AgentState.GENERATING: self._generating,
+                AgentState.PROCESSING_TOOLS: self._processing_tools,
+            }
+            state = AgentState.PENDING
+            while state is not AgentState.TERMINATED:
+                state = await steps[state](episode)
+            state_rewards = await tools.calc_rewards()
+        episode.metrics.num_release_failures = len(tools.release_failures)
+        return outputs_from_session(
+            session,
+            num_turns=1 + episode.assistant_turns + episode.user_turns,
+            stop_reason=episode.end or TrajectoryEnd.NO_TOOL_CALL,
+            metrics=episode.metrics,
+            extra_fields={
+                "turn_scores": episode.turn_scores,
+                "tool_rewards": episode.tool_rewards,
+                "tool_state_rewards": state_rewards,
+                "messages": session.messages,
+            },
+        )
+
+    async def _pending(self, episode: Episode) -> AgentState:
+        await episode.session.extend(episode.prompt)
+        return AgentState.GENERATING
+
+    async def _generating(self, episode: Episode) -> AgentState:
+        """Sample a turn; limits were checked before."""
+        reply = episode.reply = await episode.session.generate(episode.sampling_params)
+        if not reply.num_tokens:
+            full = reply.stop_reason is StopReason.LENGTH
+            return _ended(episode, TrajectoryEnd.RESPONSE_LENGTH if full else TrajectoryEnd.NOTHING_GENERATED)
+        episode.assistant_turns += 1
+        cut = reply.stop_reason is StopReason.LENGTH
+        if cut and episode.session.room == 0:
+            return _ended(episode, TrajectoryEnd.RESPONSE_LENGTH)
+        if reply.tool_calls or (reply.errors and not cut):
+            return AgentState.PROCESSING_TOOLS
+        return _ended(episode, TrajectoryEnd.TURN_LENGTH if cut else TrajectoryEnd.NO_TOOL_CALL)
+
+    async def _processing_tools(self, episode: Episode) -> AgentState:
+        """Answer every call of the turn: run it, or say why it did not run."""
+        reply = episode.reply
+        assert reply is not None
+        answers, terminate = await self._answer_calls(episode, reply.tool_calls)
+        readable = any(call.error is None for call in reply.tool_calls)
+        episode.malformed_in_a_row = 0 if readable else episode.malformed_in_a_row + 1
+        if not reply.tool_calls:
+            answers.append({"role": "user", "content": _explain(reply.errors)})
+        end = TrajectoryEnd.TOOL_TERMINATED if terminate else self._limit(episode)
+        if end is not None:
+            return _ended(episode, end)
+        try:
+            await episode.session.extend(answers)
+        except BudgetExceededError:
+            return _ended(episode, TrajectoryEnd.TOOL_RESPONSE_LENGTH)
+        episode.user_turns += 1
+        return AgentState.GENERATING
+
+    async def _answer_calls(self, episode: Episode, calls: Sequence[ToolCall]) -> tuple[list[dict], bool]:
+        """Run the first calls and refuse those beyond the limit; return the messages in the order of the calls."""
+        limit = self.context.config.max_parallel_calls
+        began = time.perf_counter()
+        outcomes = await episode.tools.run(calls[:limit]) if calls else []
+        metrics = episode.metrics
+        metrics.tool_calls += time.perf_counter() - began
+        metrics.num_tool_calls += len(calls)
+        for outcome in outcomes:
+            metrics.tool_outcomes[outcome.kind.value] = metrics.tool_outcomes.get(outcome.kind.value, 0) + 1
+        if calls:
+            rewards = [outcome.reward for outcome in outcomes]
+            episode.tool_rewards += rewards
+            episode.turn_scores.append(sum(rewards))
+        answers = [outcome.message for outcome in outcomes]
+        for call in calls[limit:]:
+            metrics.tool_outcomes["not_run"] = metrics.tool_outcomes.get("not_run", 0) + 1
+            answers.append(_refusal(call, limit))
+        return answers, any(outcome.terminate for outcome in outcomes)
+
+    def _limit(self, episode: Episode) -> TrajectoryEnd | None:
+        """Return why no further turn may be generated, if so."""
+        config = self.context.config
+        if episode.malformed_in_a_row > config.max_consecutive_malformed:
+            return TrajectoryEnd.MALFORMED_CALLS
+        if config.max_assistant_turns is not None and episode.assistant_turns >= config.max_assistant_turns:
+            return TrajectoryEnd.MAX_ASSISTANT_TURNS
+        if config.max_user_turns is not None and episode.user_turns >= config.max_user_turns:
+            return TrajectoryEnd.MAX_USER_TURNS
+        return None
+
+
+def _ended(episode: Episode, reason: TrajectoryEnd) -> AgentState:
+    episode.end = reason
+    return AgentState.TERMINATED
+
+
+def _refusal(call: ToolCall, limit: int) -> dict:
+    """Answer a call beyond the limit in a way that the model can act on."""
+    calls = "call runs" if limit == 1 else "calls run"
+    text = f"Not run: at most {limit} tool {calls} per turn. Call again in your next turn if you still need it."
+    return {"role": "tool", "content": text, "tool_call_id": call.id, "name": call.name}
+
+
+def _explain(errors: Sequence[str]) -> str:
+    """Tell the model what could not be read as a call."""
+    return "Your tool call could not be read: " + "; ".join(errors) + ". Correct it and call again."

@@ -1,0 +1,166 @@
+"""Runs trajectories: each with its own agent, deadline and failure, its reward as soon as it ends.
+
+Invariant: a trajectory that fails, hangs or answers nonsense is a recorded Failure and touches no other one; only a
+cancellation from outside propagates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from ostinato_engines import SamplingParams
+from ostinato_rollout import Failure, FailureKind, RequestTimeoutError, RolloutScheduler
+
+from .base import AgentLoopBase, AgentLoopContext
+from .config import AgentConfig
+from .errors import AgentLoopOutputError, RewardResultError
+from .output import AgentLoopOutput
+from .reward import RewardFn, RewardResult
+from .trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class TrajectoryTask(msgspec.Struct, frozen=True):
+    """One trajectory to run."""
+
+    row: Mapping[str, Any]
+    """The dataset row; its fields are the agent's keyword arguments."""
+    agent: type[AgentLoopBase]
+    """The agent's class."""
+    group_id: str
+    """The row's group."""
+    trajectory_id: str
+    """Unique among the trajectories under way."""
+    seed: int | None = None
+    """Makes the trajectory reproducible."""
+
+
+class AgentLoopWorker:
+    """Runs trajectories as asyncio tasks, at most `config.max_concurrency` at a time.
+
+    Args:
+        context: What all its trajectories share.
+        config: Deadlines and concurrency.
+        reward_fn: Scores trajectories whose agent gave no `reward_score`; None: they have no reward.
+    """
+
+    def __init__(self, context: AgentLoopContext, config: AgentConfig, *, reward_fn: RewardFn | None = None) -> None:
+        self._context, self._config, self._reward_fn = context, config, reward_fn
+
+    async def generate_sequences(
+        self, tasks: Sequence[TrajectoryTask], sampling_params: SamplingParams
+    ) -> list[Trajectory]:
+        """Run all tasks; return their trajectories in the order of the tasks."""
+
+        async def run(task: TrajectoryTask) -> Trajectory:
+            return await self.run_trajectory(task, sampling_params)
+
+        results = await RolloutScheduler().run(tasks, run, concurrency=self._config.max_concurrency)
+        return [
+            _failed(task, result) if isinstance(result, Failure) else result
+            for task, result in zip(tasks, results, strict=True)
+        ]
+
+    async def run_trajectory(self, task: TrajectoryTask, sampling_params: SamplingParams) -> Trajectory:
+        """Run one trajectory and its reward. Raises nothing but CancelledError from outside."""
+        context = self._context.for_trajectory(task.group_id, task.trajectory_id)
+        where = f"trajectory {task.trajectory_id}, agent {task.agent.__name__}"
+        if task.seed is not None:
+            sampling_params = msgspec.structs.replace(sampling_params, seed=task.seed)
+        try:
+            outputs = await self._bounded(
+                lambda: _run_agent(task, context, sampling_params), self._config.trajectory_timeout_s, where
+            )
+        except Exception as error:
+            return _failed(task, _recorded(error, where))
+        except asyncio.CancelledError as error:
+            if _is_cancelled_from_outside():
+                raise
+            return _failed(task, _recorded(error, where))
+        finally:
+            await context.close()
+        trajectory = Trajectory(
+            group_id=task.group_id, trajectory_id=task.trajectory_id, row=task.row, segments=outputs
+        )
+        trajectory.failure = next((output.failure for output in outputs if output.failure is not None), None)
+        if trajectory.failure is None:
+            await self._score(trajectory, f"reward of trajectory {task.trajectory_id}")
+        return trajectory
+
+    async def _score(self, trajectory: Trajectory, where: str) -> None:
+        """Give the trajectory its reward, or record why there is none."""
+        outputs, reward_fn = trajectory.segments, self._reward_fn
+        own = next((output.reward_score for output in outputs if output.reward_score is not None), None)
+        began = time.perf_counter()
+        try:
+            if own is not None:
+                trajectory.reward = RewardResult(own)
+            elif reward_fn is not None:
+                result = await self._bounded(
+                    lambda: reward_fn(trajectory.row, outputs), self._config.reward_timeout_s, where
+                )
+                if not isinstance(result, RewardResult):
+                    raise RewardResultError(
+                        f"the reward function must return a RewardResult, got {result!r:.80}; wrap the score"
+                    )
+                trajectory.reward = result
+        except Exception as error:
+            kind = FailureKind.TIMEOUT if isinstance(error, TimeoutError) else FailureKind.REWARD
+            trajectory.failure = _recorded(error, where, kind)
+        except asyncio.CancelledError as error:
+            if _is_cancelled_from_outside():
+                raise
+            trajectory.failure = _recorded(error, where, FailureKind.REWARD)
+        outputs[0].metrics.compute_score += time.perf_counter() - began
+        if trajectory.reward is not None:
+            for output in outputs:
+                output.reward_score = float(trajectory.reward.score)
+
+    async def _bounded(self, call: Any, timeout_s: float, where: str) -> Any:
+        """Await `call()` within a deadline."""
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                return await call()
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise RequestTimeoutError(
+                f"{where} must end within {timeout_s:g} s, got no result; raise the limit or find what hangs"
+            ) from error
+
+
+async def _run_agent(
+    task: TrajectoryTask, context: AgentLoopContext, sampling_params: SamplingParams
+) -> list[AgentLoopOutput]:
+    """Run the agent and check what it returns; fill in whose segments they are."""
+    result = await task.agent(context).run(sampling_params, **task.row)
+    outputs = result if isinstance(result, list) else [result]
+    if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
+        raise AgentLoopOutputError(
+            f"run must return an AgentLoopOutput or a list of at least one, got {result!r:.80}; return the segments"
+        )
+    for index, output in enumerate(outputs):
+        output.check()
+        output.group_id, output.trajectory_id, output.segment_index = task.group_id, task.trajectory_id, index
+    return outputs
+
+
+def _is_cancelled_from_outside() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _recorded(error: BaseException, where: str, kind: FailureKind | None = None) -> Failure:
+    """Log the traceback, once, and return the failure as data."""
+    logger.error("%s failed", where, exc_info=error)
+    return Failure.from_error(error, where, kind=kind)
+
+
+def _failed(task: TrajectoryTask, failure: Failure) -> Trajectory:
+    return Trajectory(group_id=task.group_id, trajectory_id=task.trajectory_id, row=task.row, failure=failure)
