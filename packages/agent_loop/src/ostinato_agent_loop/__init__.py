@@ -4,10 +4,16 @@ What it is: `AgentLoopBase` (the one thing that a user writes), `single_turn_age
 which turns rows into trajectories with rewards. What it is not: it knows no optimizer, and never touches token ids itself.
 """
 
-from .base import AgentLoopBase, AgentLoopContext
-from .batch_metrics import batch_metrics
-from .config import AgentConfig, CustomServerConfig, MultiTurnConfig, RolloutConfig, ValidationSamplingConfig
-from .errors import (
+from ostinato_agent_loop.base import AgentLoopBase, AgentLoopContext
+from ostinato_agent_loop.batch_metrics import batch_metrics
+from ostinato_agent_loop.config import (
+    AgentConfig,
+    CustomServerConfig,
+    MultiTurnConfig,
+    RolloutConfig,
+    ValidationSamplingConfig,
+)
+from ostinato_agent_loop.errors import (
     AgentConfigError,
     AgentLoopError,
     AgentLoopOutputError,
@@ -15,15 +21,15 @@ from .errors import (
     RewardResultError,
     UnknownAgentError,
 )
-from .manager import AgentLoopManager, load_manager_class
-from .output import AgentLoopMetrics, AgentLoopOutput, TrajectoryEnd, outputs_from_session
-from .registry import agent_loop_class, load_agent_loops, register
-from .reward import RewardFn, RewardResult
-from .rows import row_agent_name, row_messages, row_tool_selection, row_tools_kwargs
-from .single_turn import SingleTurnAgentLoop
-from .tool_agent import AgentState, ToolAgentLoop
-from .trajectory import RolloutBatch, Trajectory
-from .worker import AgentLoopWorker, TrajectoryTask
+from ostinato_agent_loop.manager import AgentLoopManager, load_manager_class
+from ostinato_agent_loop.output import AgentLoopMetrics, AgentLoopOutput, TrajectoryEnd, outputs_from_session
+from ostinato_agent_loop.registry import agent_loop_class, load_agent_loops, register
+from ostinato_agent_loop.reward import RewardFn, RewardResult
+from ostinato_agent_loop.rows import row_agent_name, row_messages, row_tool_selection, row_tools_kwargs
+from ostinato_agent_loop.single_turn import SingleTurnAgentLoop
+from ostinato_agent_loop.tool_agent import AgentState, ToolAgentLoop
+from ostinato_agent_loop.trajectory import RolloutBatch, Trajectory
+from ostinato_agent_loop.worker import AgentLoopWorker, TrajectoryTask
 
 __all__ = [
     "AgentConfig",

@@ -7,13 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from ostinato_agent_loop.config import MultiTurnConfig
+from ostinato_agent_loop.output import AgentLoopOutput
 from ostinato_engines import SamplingParams
 from ostinato_rollout import ChatSession, LLMServerClient, SessionBudget
 from ostinato_tokenization import ContinuousTokens
 from ostinato_tools import ToolExecutor, ToolParser
-
-from .config import MultiTurnConfig
-from .output import AgentLoopOutput
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

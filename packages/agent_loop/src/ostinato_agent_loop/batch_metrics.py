@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ostinato_agent_loop.trajectory import Trajectory
 from ostinato_rollout import FailureKind
 from ostinato_tools import OutcomeKind
-
-from .trajectory import Trajectory
 
 _DURATIONS = ("generate_sequences", "tool_calls", "compute_score")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+
 from ostinato_engines import SamplingParams
 from ostinato_rollout import SessionConfig
 from ostinato_tools import TruncateSide

@@ -9,21 +9,20 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ostinato_agent_loop import single_turn, tool_agent  # noqa: F401  (they register the built-in agents)
+from ostinato_agent_loop.base import AgentLoopBase, AgentLoopContext
+from ostinato_agent_loop.batch_metrics import batch_metrics
+from ostinato_agent_loop.config import AgentConfig, MultiTurnConfig, RolloutConfig
+from ostinato_agent_loop.errors import AgentConfigError, AgentRowError
+from ostinato_agent_loop.registry import agent_loop_class, import_class, load_agent_loops
+from ostinato_agent_loop.reward import RewardFn
+from ostinato_agent_loop.rows import row_agent_name
+from ostinato_agent_loop.trajectory import RolloutBatch, Trajectory
+from ostinato_agent_loop.worker import AgentLoopWorker, TrajectoryTask
 from ostinato_engines import SamplingParams
 from ostinato_rollout import Failure, LLMServerClient, RolloutScheduler, ServerPool, SessionBudget, derive_seed
 from ostinato_tokenization import ContinuousTokens
 from ostinato_tools import ToolExecutor, get_parser, load_tools
-
-from . import single_turn, tool_agent  # noqa: F401  (they register the built-in agents)
-from .base import AgentLoopBase, AgentLoopContext
-from .batch_metrics import batch_metrics
-from .config import AgentConfig, MultiTurnConfig, RolloutConfig
-from .errors import AgentConfigError, AgentRowError
-from .registry import agent_loop_class, import_class, load_agent_loops
-from .reward import RewardFn
-from .rows import row_agent_name
-from .trajectory import RolloutBatch, Trajectory
-from .worker import AgentLoopWorker, TrajectoryTask
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,14 @@ This module knows sessions and ledgers, no tokenizer and no reward.
 from __future__ import annotations
 
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 import msgspec
+
+from ostinato_agent_loop.errors import AgentLoopOutputError
 from ostinato_engines import PolicySpan
 from ostinato_rollout import ChatSession, Failure
-
-from .errors import AgentLoopOutputError
 
 
 class TrajectoryEnd(StrEnum):
@@ -139,11 +140,7 @@ class AgentLoopOutput(msgspec.Struct, kw_only=True):
         starts = [span.start for span in self.policy_versions]
         if not starts:
             return
-        if (
-            starts[0] != 0
-            or any(a >= b for a, b in zip(starts, starts[1:], strict=False))
-            or starts[-1] >= max(length, 1)
-        ):
+        if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)) or starts[-1] >= max(length, 1):
             raise AgentLoopOutputError(
                 f"policy_versions must start at 0, rise, and stay within the {length} response tokens, got starts {starts}"
                 "; give offsets into response_ids"

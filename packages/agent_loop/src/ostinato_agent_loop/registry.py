@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from .base import AgentLoopBase
-from .errors import AgentConfigError, UnknownAgentError
+from ostinato_agent_loop.base import AgentLoopBase
+from ostinato_agent_loop.errors import AgentConfigError, UnknownAgentError
 
 _AGENTS: dict[str, type[AgentLoopBase]] = {}
 

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import msgspec
 
-from .errors import RewardResultError
-from .output import AgentLoopOutput
+from ostinato_agent_loop.errors import RewardResultError
+from ostinato_agent_loop.output import AgentLoopOutput
 
 
 class RewardResult(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .errors import AgentRowError
+from ostinato_agent_loop.errors import AgentRowError
 
 
 def row_messages(row: Mapping[str, Any]) -> list[dict]:

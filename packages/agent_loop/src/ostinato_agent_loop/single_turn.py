@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ostinato_agent_loop.base import AgentLoopBase
+from ostinato_agent_loop.output import AgentLoopMetrics, AgentLoopOutput, TrajectoryEnd, outputs_from_session
+from ostinato_agent_loop.registry import register
+from ostinato_agent_loop.rows import row_messages
 from ostinato_engines import SamplingParams, StopReason
-
-from .base import AgentLoopBase
-from .output import AgentLoopMetrics, AgentLoopOutput, TrajectoryEnd, outputs_from_session
-from .registry import register
-from .rows import row_messages
 
 
 @register("single_turn_agent")

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
+from ostinato_agent_loop.base import AgentLoopBase
+from ostinato_agent_loop.output import AgentLoopMetrics, AgentLoopOutput, TrajectoryEnd, outputs_from_session
+from ostinato_agent_loop.registry import register
+from ostinato_agent_loop.rows import row_messages, row_tool_selection, row_tools_kwargs
 from ostinato_engines import SamplingParams, StopReason
 from ostinato_rollout import BudgetExceededError, ChatSession, Reply
 from ostinato_tools import ToolCall, TrajectoryTools
-
-from .base import AgentLoopBase
-from .output import AgentLoopMetrics, AgentLoopOutput, TrajectoryEnd, outputs_from_session
-from .registry import register
-from .rows import row_messages, row_tool_selection, row_tools_kwargs
 
 
 class AgentState(StrEnum):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
-from ostinato_rollout import Failure
 
-from .output import AgentLoopOutput
-from .reward import RewardResult
+from ostinato_agent_loop.output import AgentLoopOutput
+from ostinato_agent_loop.reward import RewardResult
+from ostinato_rollout import Failure
 
 
 class Trajectory(msgspec.Struct, kw_only=True):

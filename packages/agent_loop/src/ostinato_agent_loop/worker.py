@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+
+from ostinato_agent_loop.base import AgentLoopBase, AgentLoopContext
+from ostinato_agent_loop.config import AgentConfig
+from ostinato_agent_loop.errors import AgentLoopOutputError, RewardResultError
+from ostinato_agent_loop.output import AgentLoopOutput
+from ostinato_agent_loop.reward import RewardFn, RewardResult
+from ostinato_agent_loop.trajectory import Trajectory
 from ostinato_engines import SamplingParams
 from ostinato_rollout import Failure, FailureKind, RequestTimeoutError, RolloutScheduler
-
-from .base import AgentLoopBase, AgentLoopContext
-from .config import AgentConfig
-from .errors import AgentLoopOutputError, RewardResultError
-from .output import AgentLoopOutput
-from .reward import RewardFn, RewardResult
-from .trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ replicas), `ServerPool` (their life), `RolloutScheduler` (thousands of conversat
 `Failure` (what went wrong, as data). What it is not: it knows no agent, no reward and no training.
 """
 
-from .client import LLMServerClient
-from .config import SessionConfig
-from .errors import (
+from ostinato_rollout.client import LLMServerClient
+from ostinato_rollout.config import SessionConfig
+from ostinato_rollout.errors import (
     BudgetExceededError,
     NoReplicaError,
     ReplicaError,
@@ -16,13 +16,13 @@ from .errors import (
     SessionInputError,
     SessionStateError,
 )
-from .failure import Failure, FailureKind, classify
-from .pool import ServerPool
-from .routing import LeastInFlight, ReplicaPolicy
-from .scheduler import RolloutScheduler
-from .seeds import derive_seed
-from .session import ChatSession
-from .types import Reply, SessionBudget, SessionMetrics
+from ostinato_rollout.failure import Failure, FailureKind, classify
+from ostinato_rollout.pool import ServerPool
+from ostinato_rollout.routing import LeastInFlight, ReplicaPolicy
+from ostinato_rollout.scheduler import RolloutScheduler
+from ostinato_rollout.seeds import derive_seed
+from ostinato_rollout.session import ChatSession
+from ostinato_rollout.types import Reply, SessionBudget, SessionMetrics
 
 __all__ = [
     "BudgetExceededError",

@@ -13,11 +13,11 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 import msgspec
-from ostinato_engines import AsyncServerBase, PolicySpan, SamplingParams, StopReason, TokenOutput, as_token_output
 
-from .errors import NoReplicaError, ReplicaError, RequestTimeoutError, RolloutError, SessionInputError
-from .routing import LeastInFlight, ReplicaPolicy
-from .seeds import derive_seed
+from ostinato_engines import AsyncServerBase, PolicySpan, SamplingParams, StopReason, TokenOutput, as_token_output
+from ostinato_rollout.errors import NoReplicaError, ReplicaError, RequestTimeoutError, RolloutError, SessionInputError
+from ostinato_rollout.routing import LeastInFlight, ReplicaPolicy
+from ostinato_rollout.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+
 from ostinato_tokenization import SanityCheckMode
 
 

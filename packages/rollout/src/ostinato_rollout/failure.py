@@ -9,11 +9,11 @@ import asyncio
 from enum import StrEnum
 
 import msgspec
+
 from ostinato_engines import EngineError
+from ostinato_rollout.errors import NoReplicaError, ReplicaError
 from ostinato_tokenization import TokenizationError
 from ostinato_tools import ToolError
-
-from .errors import NoReplicaError, ReplicaError
 
 
 class FailureKind(StrEnum):

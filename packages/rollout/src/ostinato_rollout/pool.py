@@ -12,11 +12,10 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from ostinato_engines import AsyncServerBase, Health, UnsupportedError, WeightManifest
-
-from .client import LLMServerClient
-from .errors import NoReplicaError, ReplicaError, SessionInputError
-from .failure import Failure, FailureKind
-from .routing import ReplicaPolicy
+from ostinato_rollout.client import LLMServerClient
+from ostinato_rollout.errors import NoReplicaError, ReplicaError, SessionInputError
+from ostinato_rollout.failure import Failure, FailureKind
+from ostinato_rollout.routing import ReplicaPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -178,11 +177,12 @@ class ServerPool:
                 async with asyncio.timeout(self._timeout_s) as deadline:
                     await operation(server)
             except TimeoutError as error:
-                if deadline.expired():
-                    error = TimeoutError(
-                        f"replica {replica} must {purpose} within {self._timeout_s:g} s, got no answer"
-                    )
-                failures[replica] = error
+                if not deadline.expired():
+                    failures[replica] = error
+                    return
+                failures[replica] = TimeoutError(
+                    f"replica {replica} must {purpose} within {self._timeout_s:g} s, got no answer; look at its log"
+                )
             except Exception as error:
                 failures[replica] = error
 

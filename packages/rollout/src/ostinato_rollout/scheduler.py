@@ -7,8 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
-from .errors import SessionInputError
-from .failure import Failure, FailureKind
+from ostinato_rollout.errors import SessionInputError
+from ostinato_rollout.failure import Failure, FailureKind
 
 logger = logging.getLogger(__name__)
 

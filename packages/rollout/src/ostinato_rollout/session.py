@@ -9,10 +9,17 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
+
 from ostinato_engines import SamplingParams, StopReason, TokenOutput
+from ostinato_rollout.client import LLMServerClient
+from ostinato_rollout.config import SessionConfig
+from ostinato_rollout.errors import BudgetExceededError, SessionInputError, SessionStateError
+from ostinato_rollout.seeds import derive_seed
+from ostinato_rollout.turns import assistant_message, checked_messages, empty_reply
+from ostinato_rollout.types import Reply, SessionBudget, SessionMetrics
 from ostinato_tokenization import (
     ContinuousTokens,
     HistoryRewrittenError,
@@ -23,13 +30,9 @@ from ostinato_tokenization import (
 )
 from ostinato_tools import ParsedTurn, ToolParser
 
-from .client import LLMServerClient
-from .config import SessionConfig
-from .errors import BudgetExceededError, SessionInputError, SessionStateError
-from .seeds import derive_seed
-from .types import Reply, SessionBudget, SessionMetrics
-
 logger = logging.getLogger(__name__)
+
+_TAIL_LENGTH = 8
 
 
 class ChatSession:
@@ -107,7 +110,7 @@ class ChatSession:
             SessionStateError: The session is closed or generating.
         """
         self._check_free("extend")
-        new = _checked(messages)
+        new = checked_messages(messages)
         if self._ledger is None:
             self._begin(new)
         elif not self._unanswered:
@@ -138,19 +141,20 @@ class ChatSession:
             )
         limit = self.room if sampling_params.max_tokens is None else min(sampling_params.max_tokens, self.room)
         if limit <= 0:
-            return _empty_reply(StopReason.LENGTH)
+            return empty_reply(StopReason.LENGTH)
         params = self._params(sampling_params, limit)
+        prompt = ledger.snapshot()
         self._busy = True
         began = time.perf_counter()
         try:
-            output = await self._client.generate(self.request_id, ledger.token_ids, params)
+            output = await self._client.generate(self.request_id, prompt, params)
         finally:
             self._busy = False
             self.metrics.generate_s += time.perf_counter() - began
         self._count(output)
         if not output.token_ids:
-            return _empty_reply(output.stop_reason)
-        return self._record(ledger, output)
+            return empty_reply(output.stop_reason)
+        return self._record(ledger, output, in_reasoning=self._opens_reasoning(prompt))
 
     async def close(self) -> None:
         """End the conversation: free the replica's place, drop messages that nothing answered, run the sanity check.
@@ -206,7 +210,7 @@ class ChatSession:
     def _begin(self, messages: list[dict]) -> None:
         """Make the ledger of the current segment from `messages` alone."""
         ledger = self._tokens.build_initial_tokens(messages, self._tools)
-        length = len(ledger.token_ids)
+        length = len(ledger)
         if not length:
             raise SessionInputError(
                 "the first messages must render to at least one token, got none; check the chat template"
@@ -257,7 +261,7 @@ class ChatSession:
     def _rerender(self, ledger: TokenLedger, previous: list[dict], new: list[dict]) -> None:
         """Render the whole conversation; append to the ledger if that extends it, else begin a new segment."""
         fresh = self._tokens.build_initial_tokens([*previous, *new], self._tools)
-        token_ids, known = list(fresh.token_ids), list(ledger.token_ids)
+        token_ids, known = fresh.snapshot(), ledger.snapshot()
         length, added = self._length, len(token_ids) - len(known)
         if added > 0 and token_ids[: len(known)] == known:
             if added >= self.room:
@@ -301,7 +305,7 @@ class ChatSession:
         self.metrics.num_cached_tokens += output.num_cached_tokens or 0
         self.metrics.num_preempted += output.num_preempted
 
-    def _record(self, ledger: TokenLedger, output: TokenOutput) -> Reply:
+    def _record(self, ledger: TokenLedger, output: TokenOutput, *, in_reasoning: bool) -> Reply:
         """Put a turn into the ledger and the history."""
         self._tokens.merge_assistant_tokens(
             ledger,
@@ -311,8 +315,8 @@ class ChatSession:
         )
         self.inexact_versions.update(span.version for span in output.policy_versions if not span.exact)
         self._length += len(output.token_ids)
-        parsed = self._parse(output.token_ids)
-        message = _assistant_message(parsed)
+        parsed = self._parse(output.token_ids, in_reasoning=in_reasoning)
+        message = assistant_message(parsed)
         self.messages.append(message)
         self._unanswered, self._mark = 0, None
         self._turn += 1
@@ -325,7 +329,13 @@ class ChatSession:
             num_tokens=len(output.token_ids),
         )
 
-    def _parse(self, token_ids: list[int]) -> ParsedTurn:
+    def _opens_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Tell whether the generation prompt has opened the reasoning, so that the turn begins inside it."""
+        if self._parser is None:
+            return False
+        return self._tokens.tokenizer.decode(prompt[-_TAIL_LENGTH:]).rstrip().endswith("<think>")
+
+    def _parse(self, token_ids: list[int], *, in_reasoning: bool) -> ParsedTurn:
         """Decode a turn, control tokens kept, and read its calls; the token that ends a turn is no part of its text."""
         tokenizer = self._tokens.tokenizer
         if token_ids[-1] in tokenizer.stop_token_ids:
@@ -333,7 +343,8 @@ class ChatSession:
         text = tokenizer.decode(token_ids, skip_special_tokens=False)
         if self._parser is None:
             return ParsedTurn(content=text, reasoning=None, tool_calls=(), errors=())
-        return self._parser.parse(text, self._tools)
+        prefix = f"call_{self._turn}_"
+        return self._parser.parse(text, self._tools, id_prefix=prefix, in_reasoning=in_reasoning)
 
     def _check(self, ledger: TokenLedger, messages: list[dict]) -> None:
         """Count and log a difference between a ledger and its messages' render; a check that fails is one, too."""
@@ -370,36 +381,3 @@ def _stop_ids(tokens: ContinuousTokens, parser: ToolParser | None) -> tuple[int,
             )
         ids.append(token_id)
     return tuple(dict.fromkeys(ids))
-
-
-def _checked(messages: Sequence[dict]) -> list[dict]:
-    """Return the messages as a list, or raise SessionInputError."""
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-        raise SessionInputError(
-            f"messages must be a list of dicts, got {type(messages).__name__}; wrap a single one in a list"
-        )
-    if not messages:
-        raise SessionInputError("messages must hold at least one message, got none; say something")
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise SessionInputError(
-                f"messages[{index}] must be a dict with a role, got {message!r:.80}; use the OpenAI form"
-            )
-    return list(messages)
-
-
-def _empty_reply(stop_reason: StopReason) -> Reply:
-    return Reply({"role": "assistant", "content": ""}, None, (), (), stop_reason)
-
-
-def _assistant_message(parsed: ParsedTurn) -> dict:
-    """Return the turn as an OpenAI message; arguments are the text that the model wrote."""
-    message: dict = {"role": "assistant", "content": parsed.content}
-    if parsed.reasoning is not None:
-        message["reasoning_content"] = parsed.reasoning
-    if parsed.tool_calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.raw_arguments}}
-            for call in parsed.tool_calls
-        ]
-    return message

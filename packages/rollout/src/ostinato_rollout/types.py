@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import msgspec
-from ostinato_engines import StopReason
-from ostinato_tools import ToolCall
 
-from .errors import SessionInputError
+from ostinato_engines import StopReason
+from ostinato_rollout.errors import SessionInputError
+from ostinato_tools import ToolCall
 
 
 class SessionBudget(msgspec.Struct, frozen=True):

@@ -1,0 +1,44 @@
+"""Messages in and out of a session, in OpenAI form. Knows no tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ostinato_engines import StopReason
+from ostinato_rollout.errors import SessionInputError
+from ostinato_rollout.types import Reply
+from ostinato_tools import ParsedTurn
+
+
+def checked_messages(messages: Sequence[dict]) -> list[dict]:
+    """Return the messages as a list, or raise SessionInputError."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise SessionInputError(
+            f"messages must be a list of dicts, got {type(messages).__name__}; wrap a single one in a list"
+        )
+    if not messages:
+        raise SessionInputError("messages must hold at least one message, got none; say something")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise SessionInputError(
+                f"messages[{index}] must be a dict with a role, got {message!r:.80}; use the OpenAI form"
+            )
+    return list(messages)
+
+
+def empty_reply(stop_reason: StopReason) -> Reply:
+    """Return the reply of a turn in which nothing was sampled."""
+    return Reply({"role": "assistant", "content": ""}, None, (), (), stop_reason)
+
+
+def assistant_message(parsed: ParsedTurn) -> dict:
+    """Return the turn as an OpenAI message; arguments are the text that the model wrote."""
+    message: dict = {"role": "assistant", "content": parsed.content}
+    if parsed.reasoning is not None:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.raw_arguments}}
+            for call in parsed.tool_calls
+        ]
+    return message
