@@ -1,0 +1,121 @@
+"""How sequences are dealt out to micro-batches: pure functions over lengths, which know nothing of tensors or models.
+
+Every function returns lists of positions that together hold each position exactly once. Gradients do not depend on
+the split (see `ostinato_trainer.aggregation`), so these functions look at cost alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from ostinato_trainer.errors import BatchError
+
+
+def even_chunks(count: int, max_size: int) -> list[range]:
+    """Cuts `range(count)` into as few consecutive chunks of at most `max_size` as possible, sizes differing by one at
+    most.
+
+    Raises:
+        BatchError: `max_size` is below 1.
+    """
+    if max_size < 1:
+        raise BatchError(f"max_size must be at least 1, got {max_size}; raise the (micro-)batch size")
+    num_chunks = -(-count // max_size)
+    return [range(count * chunk // num_chunks, count * (chunk + 1) // num_chunks) for chunk in range(num_chunks)]
+
+
+def chunks_by_count(lengths: Sequence[int], max_sequences: int) -> list[list[int]]:
+    """Micro-batches of at most `max_sequences`, neighbours in length together so that padding is small.
+
+    Args:
+        lengths: Tokens of each sequence.
+        max_sequences: Upper bound of sequences in a micro-batch, at least 1.
+    """
+    order = _longest_first(lengths)
+    return [[order[place] for place in chunk] for chunk in even_chunks(len(order), max_sequences)]
+
+
+def chunks_by_padded_tokens(lengths: Sequence[int], max_tokens: int, *, allow_longer: bool = False) -> list[list[int]]:
+    """Micro-batches whose padded size (sequences x longest) stays within `max_tokens`, evened out.
+
+    As few micro-batches as cutting the length-sorted sequences allows; among such cuts, the one whose largest
+    micro-batch is smallest.
+
+    Args:
+        lengths: Tokens of each sequence.
+        max_tokens: Upper bound of the padded tokens of one micro-batch.
+        allow_longer: A sequence above the bound gets a micro-batch of its own instead of an error.
+
+    Raises:
+        BatchError: a sequence is longer than `max_tokens`.
+    """
+    order = _longest_first(lengths)
+    if not order:
+        return []
+    _check_longest(lengths[order[0]], max_tokens, allow_longer)
+    ordered = [lengths[place] for place in order]
+    limit = max(max_tokens, ordered[0])
+    cuts = _cut_padded(ordered, limit)
+    low, high = ordered[0], limit
+    while low < high:
+        middle = (low + high) // 2
+        tighter = _cut_padded(ordered, middle)
+        if len(tighter) <= len(cuts):
+            cuts, high = tighter, middle
+        else:
+            low = middle + 1
+    return [order[start:stop] for start, stop in cuts]
+
+
+def chunks_by_tokens(lengths: Sequence[int], max_tokens: int, *, allow_longer: bool = False) -> list[list[int]]:
+    """Micro-batches whose tokens without padding stay within `max_tokens`, balanced by giving the longest to the
+    emptiest.
+
+    Raises:
+        BatchError: a sequence is longer than `max_tokens`.
+    """
+    order = _longest_first(lengths)
+    if not order:
+        return []
+    _check_longest(lengths[order[0]], max_tokens, allow_longer)
+    limit = max(max_tokens, lengths[order[0]])
+    num_chunks = max(1, -(-sum(lengths) // limit))
+    while True:
+        chunks = _deal(order, lengths, num_chunks)
+        if all(sum(lengths[place] for place in chunk) <= limit for chunk in chunks):
+            return chunks
+        num_chunks += max(1, num_chunks // 16)
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda place: (-lengths[place], place))
+
+
+def _check_longest(longest: int, max_tokens: int, allow_longer: bool) -> None:
+    if longest > max_tokens and not allow_longer:
+        raise BatchError(
+            f"max_tokens must be at least the longest sequence ({longest} tokens), got {max_tokens}; "
+            "raise ppo_max_token_len_per_gpu or lower data.max_prompt_length / data.max_response_length"
+        )
+
+
+def _cut_padded(ordered: list[int], limit: int) -> list[tuple[int, int]]:
+    """Greedy cut of lengths sorted downwards; every cut's first entry is its longest."""
+    cuts, start = [], 0
+    while start < len(ordered):
+        stop = min(len(ordered), start + max(1, limit // max(1, ordered[start])))
+        cuts.append((start, stop))
+        start = stop
+    return cuts
+
+
+def _deal(order: list[int], lengths: Sequence[int], num_chunks: int) -> list[list[int]]:
+    """Longest-processing-time rule: each sequence goes to the chunk with the fewest tokens so far."""
+    chunks: list[list[int]] = [[] for _ in range(num_chunks)]
+    heap = [(0, chunk) for chunk in range(num_chunks)]
+    for place in order:
+        tokens, chunk = heapq.heappop(heap)
+        chunks[chunk].append(place)
+        heapq.heappush(heap, (tokens + lengths[place], chunk))
+    return [chunk for chunk in chunks if chunk]
