@@ -1,0 +1,144 @@
+"""The only module of the project that says cuda, npu, mps or cpu. torch is imported when a function needs it."""
+
+from typing import TYPE_CHECKING, Any
+
+from ostinato_engines.errors import EngineInputError, MissingDependencyError
+
+if TYPE_CHECKING:
+    import torch
+
+KINDS = ("cuda", "npu", "mps", "cpu")
+"""Known kinds, the preferred first."""
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingDependencyError(
+            "torch must be installed to use a device; run `pip install 'ostinato-engines[transformers]'`"
+        ) from error
+    return torch
+
+
+def _backend(kind: str) -> Any:
+    """torch.cuda, torch.npu or torch.mps; None for the CPU or where torch lacks it."""
+    return None if kind == "cpu" else getattr(_torch(), kind, None)
+
+
+def device_kind(device: "str | torch.device") -> str:
+    """The kind without the index: "cuda:1" is "cuda"."""
+    return str(device).partition(":")[0]
+
+
+def is_available(kind: str) -> bool:
+    """Whether this process can use a device of the kind."""
+    if kind == "cpu":
+        return True
+    if kind == "mps":
+        return bool(_torch().backends.mps.is_available())
+    backend = _backend(kind)
+    return backend is not None and bool(backend.is_available())
+
+
+def pick_device(name: str = "auto") -> str:
+    """Resolves "auto" to the best device there is, and checks any other name.
+
+    Raises:
+        EngineInputError: An unknown kind, or one that this machine lacks.
+    """
+    if name == "auto":
+        return next(kind for kind in KINDS if is_available(kind))
+    kind = device_kind(name)
+    if kind not in KINDS:
+        raise EngineInputError(f"device must be auto or one of {', '.join(KINDS)}, got {name!r}; use auto")
+    index = name.partition(":")[2]
+    if index and not index.isdigit():
+        raise EngineInputError(f"device must be a kind or kind:index, got {name!r}; use {kind}:0")
+    if not is_available(kind):
+        raise EngineInputError(f"device must be available here, got {name!r}; use auto or cpu")
+    if int(index or 0) >= device_count(kind):
+        raise EngineInputError(
+            f"device must be one of the {device_count(kind)} {kind} device(s), got {name!r}; use {kind}:0"
+        )
+    return name
+
+
+def device_count(kind: str) -> int:
+    """How many devices of the kind there are; the CPU counts as one."""
+    if not is_available(kind):
+        return 0
+    count = getattr(_backend(kind), "device_count", None)
+    return int(count()) if count is not None else 1
+
+
+def set_device(device: "str | torch.device") -> None:
+    """Makes the device the current one of its kind; nothing to do where there is only one."""
+    setter = getattr(_backend(device_kind(device)), "set_device", None)
+    if setter is not None and ":" in str(device):
+        setter(int(str(device).partition(":")[2]))
+
+
+def synchronize(device: "str | torch.device") -> None:
+    """Waits until everything queued on the device has run."""
+    backend = _backend(device_kind(device))
+    if backend is None:
+        return
+    if device_kind(device) == "mps":
+        backend.synchronize()
+    else:
+        backend.synchronize(device)
+
+
+def empty_cache(device: "str | torch.device") -> None:
+    """Gives memory that torch holds but does not use back to the system."""
+    backend = _backend(device_kind(device))
+    if backend is not None:
+        backend.empty_cache()
+
+
+def memory_allocated(device: "str | torch.device") -> int:
+    """Bytes that tensors hold on the device; 0 on the CPU, where torch does not count."""
+    kind = device_kind(device)
+    backend = _backend(kind)
+    if backend is None:
+        return 0
+    return int(backend.current_allocated_memory() if kind == "mps" else backend.memory_allocated(device))
+
+
+def max_memory_allocated(device: "str | torch.device") -> int:
+    """The most bytes that tensors held on the device; 0 where torch does not count."""
+    peak = getattr(_backend(device_kind(device)), "max_memory_allocated", None)
+    return int(peak(device)) if peak is not None else 0
+
+
+def supports_float64(device: "str | torch.device") -> bool:
+    """Whether the device computes in double precision."""
+    return device_kind(device) not in ("mps", "npu")
+
+
+def distributed_backend(device: "str | torch.device") -> str:
+    """The name of the collective library for the device."""
+    return {"cuda": "nccl", "npu": "hccl"}.get(device_kind(device), "gloo")
+
+
+def seed_all(seed: int) -> None:
+    """Seeds Python's, numpy's and torch's generators, on every device."""
+    import random
+
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    _torch().manual_seed(seed)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory, of the device or the host, ran out."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and (
+        type(error).__name__ == "OutOfMemoryError"
+        or "out of memory" in str(error)
+        or "can't allocate memory" in str(error)
+    )

@@ -1,0 +1,68 @@
+"""Finds a third party's server class by `{path, name}`. Knows nothing of what the class does."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from ostinato_engines.errors import EngineLoadError
+from ostinato_engines.server import AsyncServerBase
+
+
+def load_server_class(path: str | Path, name: str) -> type[AsyncServerBase]:
+    """Loads class `name` from `path`.
+
+    Args:
+        path: A Python file (`.../server.py`) or a dotted module (`my_package.server`).
+        name: A concrete subclass of `AsyncServerBase` in it.
+
+    Raises:
+        EngineLoadError: No such file, module or class, the module fails to import, or the class does not fit.
+    """
+    module = _load_file(Path(path)) if str(path).endswith(".py") else _load_module(str(path))
+    found = getattr(module, name, None)
+    if found is None:
+        classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
+        raise EngineLoadError(
+            f"name must be a class in {path}, got {name!r}; it defines {', '.join(classes) or 'none'}"
+        )
+    if not inspect.isclass(found) or not issubclass(found, AsyncServerBase):
+        raise EngineLoadError(f"{name} in {path} must be a subclass of AsyncServerBase, got {found!r}; derive it")
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise EngineLoadError(f"{name} in {path} must be concrete, got a class without {missing}; implement them")
+    return found
+
+
+def _load_file(file: Path) -> ModuleType:
+    file = file.expanduser().resolve()
+    if not file.is_file():
+        raise EngineLoadError(f"path must be an existing Python file, got {file}; check custom_async_server.path")
+    module_name = f"_ostinato_server_{abs(hash(str(file))):x}_{file.stem}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise EngineLoadError(f"path must be importable as Python, got {file}; check the file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise EngineLoadError(
+            f"{file} must import cleanly, got {type(error).__name__}: {error}; fix the file"
+        ) from error
+    return module
+
+
+def _load_module(path: str) -> ModuleType:
+    try:
+        return importlib.import_module(path)
+    except Exception as error:
+        raise EngineLoadError(
+            f"path must be a .py file or an importable module, got {path!r} ({type(error).__name__}: {error}); "
+            "install the package or give the file's path"
+        ) from error

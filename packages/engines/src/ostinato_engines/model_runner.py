@@ -1,0 +1,238 @@
+"""A Transformers model and its cache as one function: tokens of some rows in, their last logits out.
+
+Guarantees at start that a chunked forward through our cache gives the logits of the plain forward; models for which
+that cannot hold are refused by name. Knows no requests and no sampling parameters beyond their arrays.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ostinato_engines.errors import EngineInputError, EngineLoadError, UnsupportedError
+from ostinato_engines.kv_cache import SlotCache, Window
+from ostinato_engines.rows import RowTable
+from ostinato_engines.sampling import SamplingRows, penalize, sample, uniforms
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_PROBE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+
+
+def load_model(model: "str | Path | PreTrainedModel", *, device: str, dtype: str) -> PreTrainedModel:
+    """Loads a checkpoint, or takes a model over: it is moved to the device and dtype and no longer trained.
+
+    Raises:
+        EngineLoadError: There is no such checkpoint, or transformers cannot load it.
+    """
+    if dtype not in DTYPES:
+        raise EngineInputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; use float32 on a CPU")
+    if not isinstance(model, PreTrainedModel):
+        source = str(model)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise EngineLoadError(
+                f"model must be a causal language model in the Hugging Face format, got {source!r} "
+                f"({type(error).__name__}: {error}); check the path and its config.json"
+            ) from error
+    model = model.to(device=device, dtype=DTYPES[dtype])  # pyright: ignore[reportCallIssue, reportArgumentType]
+    return model.eval().requires_grad_(False)
+
+
+def check_architecture(model: PreTrainedModel, max_model_len: int) -> None:
+    """Refuses models whose state is not one key and value per token and layer.
+
+    Raises:
+        UnsupportedError: Naming what the model has instead.
+    """
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    cure = "serve it with another engine"
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"model must be decoder-only, got the encoder-decoder {name}; {cure}")
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    if getattr(config, "layer_types", None) is None and window is not None and window < max_model_len:
+        kinds.add("sliding_attention")
+    if kinds != {"full_attention"} or getattr(config, "attention_chunk_size", None):
+        others = ", ".join(sorted(kinds - {"full_attention"})) or "chunked_attention"
+        raise UnsupportedError(f"every layer must be of full attention, got {others} in {name}; {cure}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
+    if rope_type in ("dynamic", "longrope"):
+        raise UnsupportedError(
+            f"rotary embedding must not change with length, got rope_type {rope_type} in {name}; {cure}"
+        )
+    if model.get_output_embeddings() is None:
+        raise UnsupportedError(f"model must have output embeddings, got {name} without; {cure}")
+
+
+def max_length_of(model: PreTrainedModel, asked: int | None) -> int:
+    """The length limit: what was asked for, at most what the model has positions for."""
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if asked is None and known is None:
+        raise EngineInputError(
+            "max_model_len must be given, got None; the model's config names no max_position_embeddings"
+        )
+    if asked is not None and (asked < 2 or (known is not None and asked > known)):
+        raise EngineInputError(f"max_model_len must be in [2, {known}], got {asked}; leave it out for {known}")
+    return int(asked if asked is not None else known)  # pyright: ignore[reportArgumentType]
+
+
+class ModelRunner:
+    """Runs forwards through the slot cache and samples from their logits."""
+
+    def __init__(self, model: PreTrainedModel, *, max_model_len: int) -> None:
+        check_architecture(model, max_model_len)
+        self.model = model
+        self.device = model.device
+        attention = getattr(model.config, "_attn_implementation", None)
+        if attention not in ("sdpa", "eager"):
+            model.set_attn_implementation("sdpa")
+            attention = "sdpa"
+        self._bool_mask = attention == "sdpa"
+        self.cache = SlotCache(int(model.config.get_text_config().num_hidden_layers))
+        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])  # pyright: ignore[reportArgumentType]
+        self._last: Tensor | None = None
+        self._hook = model.get_output_embeddings().register_forward_pre_hook(self._keep_last_positions)
+        self._columns = torch.arange(0, device=self.device)
+
+    def close(self) -> None:
+        """Takes our hook off the model and frees the cache."""
+        self._hook.remove()
+        self.cache.drop()
+
+    def _keep_last_positions(self, module: object, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """Runs before the output embeddings, so that logits exist for one position per row only."""
+        if self._last is None:
+            return None
+        hidden = inputs[0]
+        return (hidden[torch.arange(hidden.shape[0], device=hidden.device), self._last][:, None], *inputs[1:])
+
+    def cache_exchange(self, first: int, second: int, first_length: int, second_length: int) -> None:
+        """Swaps two rows of the cache."""
+        with torch.inference_mode():
+            self.cache.exchange(first, second, first_length, second_length)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: np.ndarray,
+        positions: np.ndarray,
+        columns: np.ndarray,
+        rows: np.ndarray | slice,
+        length: int,
+        last: np.ndarray | None,
+    ) -> Tensor:
+        """Computes new tokens of some rows and stores their states.
+
+        Args:
+            token_ids: int64 [n, width], right-padded.
+            positions: int64 [n, width], their positions in the sequence.
+            columns: int64 [n, width], where in the cache their states go.
+            rows: The n rows: indices, or a slice, which costs no copy.
+            length: Cache positions that attention reads.
+            last: int64 [n], the index within `width` whose logits are wanted; None where width is 1.
+
+        Returns:
+            float32 [n, vocab].
+        """
+        device = self.device
+        width = token_ids.shape[1]
+        if isinstance(rows, np.ndarray) and rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
+            rows = slice(int(rows[0]), int(rows[-1]) + 1)
+        first = int(columns[0, 0])
+        aligned = bool((columns[:, 0] == first).all())
+        columns_on_device = torch.from_numpy(columns).to(device)
+        in_place = aligned and isinstance(rows, slice)
+        row_index: slice | Tensor = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(device)
+        write_rows = None
+        if not in_place:
+            index = torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else row_index
+            assert isinstance(index, Tensor)
+            write_rows = index[:, None]
+        self.cache.window = Window(
+            row_index, first if aligned else None, write_rows, None if in_place else columns_on_device, length
+        )
+        fresh = aligned and first == 0 and width > 1
+        self._last = None if last is None or width == 1 else torch.from_numpy(last).to(device)
+        try:
+            output = self.model(
+                input_ids=torch.from_numpy(token_ids).to(device),
+                position_ids=torch.from_numpy(positions).to(device),
+                attention_mask=None if fresh else self._mask(columns_on_device, length),
+                past_key_values=self.cache,
+                use_cache=True,
+            )
+        finally:
+            self._last = None
+            self.cache.window = None
+        return output.logits[:, -1].float()
+
+    def _mask(self, columns: Tensor, length: int) -> Tensor:
+        """[n, 1, width, length]: a token attends to all positions up to its own."""
+        if len(self._columns) < length:
+            self._columns = torch.arange(2 * length, device=self.device)
+        allowed = self._columns[:length] <= columns[:, None, :, None]
+        if self._bool_mask:
+            return allowed
+        dtype = self.model.dtype
+        return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, table: RowTable, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Draws the next token of each row.
+
+        Returns:
+            Token ids int64 [n] and logprobs float32 [n].
+        """
+        penalized = table.penalized[rows]
+        if penalized.any():
+            seen: list[Tensor | None] = [
+                torch.from_numpy(np.unique(table.tokens[row, : table.num_tokens[row]])).to(self.device) if on else None
+                for row, on in zip(rows, penalized, strict=True)
+            ]
+            factors = [
+                request.params.repetition_penalty for row in rows if (request := table.requests[row]) is not None
+            ]
+            logits = logits.clone()
+            penalize(logits, seen, factors)
+        token_ids, logprobs = sample(
+            logits,
+            SamplingRows(
+                temperature=table.temperature[rows],
+                uniform=uniforms(table.keys[rows], table.num_tokens[rows]),
+                filtered=table.filtered[rows],
+                top_k=table.top_k[rows],
+                top_p=table.top_p[rows],
+                min_p=table.min_p[rows],
+            ),
+        )
+        return token_ids.cpu().numpy(), logprobs.cpu().numpy()
+
+    def probe(self) -> None:
+        """Compares a forward in two chunks through our cache with the plain forward, on made-up tokens.
+
+        Raises:
+            UnsupportedError: They differ by more than rounding: the model keeps state that our cache does not hold.
+        """
+        ids = np.arange(6, dtype=np.int64)[None] * 7 % self.vocab_size
+        with torch.inference_mode():
+            plain = self.model(input_ids=torch.from_numpy(ids).to(self.device), use_cache=False).logits[:, -1].float()
+        self.cache.reserve(1, 8)
+        chunked = plain
+        for start, end in ((0, 3), (3, 5), (5, 6)):
+            columns = np.arange(start, end)[None]
+            chunked = self.forward(ids[:, start:end], columns, columns, np.array([0]), end, np.array([end - start - 1]))
+        self.cache.drop()
+        difference = float((chunked - plain).abs().max() / plain.abs().max().clamp(min=1.0))
+        tolerance = _PROBE_TOLERANCE[self.model.dtype]
+        if difference > tolerance:
+            raise UnsupportedError(
+                f"a forward in pieces must give the logits of the whole within {tolerance}, got a difference of "
+                f"{difference:.3g} in {type(self.model).__name__}; serve it with another engine"
+            )

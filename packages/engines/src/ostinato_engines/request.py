@@ -1,0 +1,65 @@
+"""One request inside the embedded engine, from arrival to its output."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ostinato_engines.types import PolicySpan, SamplingParams, StopReason, TokenOutput
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt on its way to an output. `row` follows the row table's swaps."""
+
+    request_id: str
+    prompt: np.ndarray
+    """int64 [prompt length]."""
+    params: SamplingParams
+    limit: int
+    """Tokens in all, prompt included, at which it ends."""
+    stream_key: int
+    """Of its uniform numbers."""
+    future: "asyncio.Future[TokenOutput]"
+    row: int = -1
+    num_cached: int = 0
+    num_preempted: int = 0
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """(output tokens before the switch, version)."""
+    ended: bool = False
+    """Nobody waits for it any more: cancelled, aborted or answered."""
+    release_at_end: bool = False
+
+    def serve_under(self, version: int, num_generated: int) -> None:
+        """Notes that tokens from here on come from this policy version."""
+        if self.spans and self.spans[-1][0] == num_generated:
+            self.spans.pop()
+        if not self.spans or self.spans[-1][1] != version:
+            self.spans.append((num_generated, version))
+
+    def output(
+        self, token_ids: list[int], logprobs: list[float], stop_reason: StopReason, stop_token_id: int | None = None
+    ) -> TokenOutput:
+        """What the caller gets."""
+        spans = tuple(
+            PolicySpan(start, version) for start, version in self.spans if start < len(token_ids) or start == 0
+        )
+        return TokenOutput(
+            token_ids,
+            logprobs if self.params.logprobs else None,
+            stop_reason,
+            stop_token_id,
+            spans,
+            self.num_cached,
+            self.num_preempted,
+        )
+
+    def resolve(self, outcome: TokenOutput | BaseException) -> None:
+        """Answers the caller, unless it is gone."""
+        self.ended = True
+        if self.future.done():
+            return
+        if isinstance(outcome, BaseException):
+            self.future.set_exception(outcome)
+        else:
+            self.future.set_result(outcome)

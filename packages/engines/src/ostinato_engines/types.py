@@ -1,0 +1,292 @@
+"""What crosses the border of an engine: requests, results, weights and what an engine says about itself.
+
+Plain frozen structs: they pickle, encode with msgspec, and load neither torch nor any engine.
+"""
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from ostinato_engines.errors import EngineInputError, ManifestError, SamplingParamsError
+
+_KNOWN_ALIASES = {
+    "do_sample": "temperature=0 for greedy decoding",
+    "eos_token_id": "stop_token_ids",
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "n": "one request per sample",
+    "stop": "stop_token_ids (engines know no text)",
+}
+
+
+class StopReason(StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+
+
+class PauseMode(StrEnum):
+    """What happens to requests in flight when an engine pauses."""
+
+    ABORT = "abort"
+    """They end now with what they have."""
+    WAIT = "wait"
+    """They finish; no other is admitted."""
+    KEEP = "keep"
+    """They freeze where they are and go on at `resume`."""
+
+
+class EngineState(StrEnum):
+    """What an engine is doing."""
+
+    NEW = "new"
+    READY = "ready"
+    PAUSED = "paused"
+    ASLEEP = "asleep"
+    STALE = "stale"
+    """Waits for a complete weight update."""
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_number(name: str, value: Any, ok: bool | None, constraint: str, cure: str) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not ok:
+        raise SamplingParamsError(f"{name} must be {constraint}, got {value!r}; {cure}")
+
+
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How one request is sampled.
+
+    The order is fixed: repetition_penalty, temperature, top_k, top_p, min_p. A returned logprob is the log-probability
+    of the sampled token under what these leave, renormalised. Nothing is filled in from a checkpoint's generation
+    config: what is not set here has the neutral value shown here.
+
+    Raises:
+        SamplingParamsError: A field is of the wrong type or out of range.
+    """
+
+    temperature: float = 1.0
+    """0 takes the most probable token; its logprob is then that of the distribution at temperature 1."""
+    top_p: float = 1.0
+    """In (0, 1]: the smallest set of most probable tokens that holds this mass."""
+    top_k: int = -1
+    """The k most probable tokens; -1 or 0 keeps all."""
+    min_p: float = 0.0
+    """In [0, 1]: drops tokens less probable than this fraction of the most probable one."""
+    repetition_penalty: float = 1.0
+    """Above 0: divides positive and multiplies negative logits of every token seen in prompt or output."""
+    max_tokens: int | None = None
+    """At most so many new tokens; None takes all the room there is."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Sampling one of these ends the generation; the token is part of the output."""
+    seed: int | None = None
+    """In [0, 2**63). Same prompt and seed give the same tokens whatever else the engine serves."""
+    logprobs: bool = True
+
+    def __post_init__(self) -> None:
+        _check_number(
+            "temperature",
+            self.temperature,
+            _real(self.temperature) and self.temperature >= 0,
+            "at least 0",
+            "0 is greedy",
+        )
+        _check_number("top_p", self.top_p, _real(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]", "1 keeps all tokens")
+        _check_number(
+            "min_p", self.min_p, _real(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]", "0 keeps all tokens"
+        )
+        penalty = self.repetition_penalty
+        _check_number("repetition_penalty", penalty, _real(penalty) and penalty > 0, "above 0", "1 is no penalty")
+        if not _is_int(self.top_k) or self.top_k < -1:
+            raise SamplingParamsError(
+                f"top_k must be an integer of at least -1, got {self.top_k!r}; -1 keeps all tokens"
+            )
+        if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 0):
+            raise SamplingParamsError(
+                f"max_tokens must be None or an integer of at least 0, got {self.max_tokens!r}; None takes all the room"
+            )
+        if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**63):
+            raise SamplingParamsError(
+                f"seed must be None or in [0, 2**63), got {self.seed!r}; leave it out to draw one"
+            )
+        if not isinstance(self.logprobs, bool):
+            raise SamplingParamsError(
+                f"logprobs must be a bool, got {self.logprobs!r}; an engine returns the sampled token's logprob or none"
+            )
+        stops = self.stop_token_ids
+        if type(stops) is not tuple:
+            if not isinstance(stops, Sequence) or isinstance(stops, str | bytes):
+                raise SamplingParamsError(
+                    f"stop_token_ids must be a tuple of token ids, got {stops!r}; () stops at none"
+                )
+            msgspec.structs.force_setattr(self, "stop_token_ids", tuple(stops))
+        if not all(_is_int(token_id) and token_id >= 0 for token_id in self.stop_token_ids):
+            raise SamplingParamsError(
+                f"stop_token_ids must be token ids of at least 0, got {stops!r}; remove the others"
+            )
+
+    @classmethod
+    def from_mapping(cls, params: "SamplingParams | Mapping[str, Any]") -> "SamplingParams":
+        """Checks a plain mapping; a `SamplingParams` is returned as it is.
+
+        Raises:
+            SamplingParamsError: An unknown key, a wrong type or a value out of range; the message names it.
+        """
+        if isinstance(params, SamplingParams):
+            return params
+        if not isinstance(params, Mapping):
+            raise SamplingParamsError(
+                f"sampling_params must be SamplingParams or a mapping, got {type(params).__name__}; pass {{}} for defaults"
+            )
+        for key in params:
+            if key not in cls.__struct_fields__:
+                raise SamplingParamsError(
+                    f"sampling_params must hold known parameters, got {key!r}; {_cure_for_unknown(str(key))}"
+                )
+        return cls(**params)
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _cure_for_unknown(key: str) -> str:
+    if key in _KNOWN_ALIASES:
+        return f"use {_KNOWN_ALIASES[key]}"
+    close = difflib.get_close_matches(key, SamplingParams.__struct_fields__, n=1)
+    known = ", ".join(SamplingParams.__struct_fields__)
+    return f"did you mean {close[0]!r}?" if close else f"known are {known}"
+
+
+class PolicySpan(msgspec.Struct, frozen=True):
+    """From output token `start` on, tokens came from policy `version`."""
+
+    start: int
+    version: int
+    exact: bool = True
+    """False where the engine cannot place the switch: the span then counts as its oldest version."""
+
+
+class TokenOutput(msgspec.Struct, frozen=True):
+    """What one request sampled.
+
+    A stop token is in `token_ids`, with its logprob: it was sampled like any other.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float] | None
+    """One per token, natural logarithm, finite; None where absent, never approximate."""
+    stop_reason: StopReason
+    stop_token_id: int | None = None
+    policy_versions: tuple[PolicySpan, ...] = (PolicySpan(0, 0),)
+    """Sorted by start, the first at 0."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens whose state was reused; None where the engine does not say."""
+    num_preempted: int = 0
+    """How often the request lost its state in flight and was computed anew."""
+
+    def __post_init__(self) -> None:
+        if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
+            raise EngineInputError(
+                f"logprobs must have one entry per token, got {len(self.logprobs)} for {len(self.token_ids)} tokens; "
+                "return None where they are absent"
+            )
+
+
+def as_token_output(raw: TokenOutput | Sequence[int]) -> TokenOutput:
+    """Accepts what a third party's `generate` may return: a `TokenOutput`, or bare ids, whose logprobs are then absent.
+
+    Raises:
+        EngineInputError: Neither of the two.
+    """
+    if isinstance(raw, TokenOutput):
+        return raw
+    if isinstance(raw, Sequence) and not isinstance(raw, str | bytes):
+        token_ids = list(raw)
+        if all(_is_int(token_id) and token_id >= 0 for token_id in token_ids):
+            return TokenOutput(token_ids, None, StopReason.STOP)
+    raise EngineInputError(
+        f"generate must return a TokenOutput or a list of token ids, got {raw!r:.200}; return TokenOutput(token_ids, logprobs, stop_reason)"
+    )
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """One tensor of a weight update, before its bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As torch prints it without its module: "float32", "bfloat16"."""
+
+
+class WeightManifest(msgspec.Struct, frozen=True):
+    """What a weight update will stream: checked in full before the first byte."""
+
+    version: int
+    tensors: tuple[TensorSpec, ...]
+
+    def __post_init__(self) -> None:
+        if not _is_int(self.version) or self.version < 0:
+            raise ManifestError(
+                f"version must be an integer of at least 0, got {self.version!r}; number updates from 1"
+            )
+
+    @classmethod
+    def from_tensors(cls, version: int, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> "WeightManifest":
+        """Describes named torch tensors (or anything with `shape` and `dtype`) without holding on to them."""
+        pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+        return cls(
+            version,
+            tuple(
+                TensorSpec(name, tuple(int(size) for size in tensor.shape), str(tensor.dtype).removeprefix("torch."))
+                for name, tensor in pairs
+            ),
+        )
+
+
+class Health(msgspec.Struct, frozen=True):
+    """An engine's state at one moment."""
+
+    state: EngineState
+    policy_version: int
+    num_running: int = 0
+    num_waiting: int = 0
+    detail: str = ""
+    """Why it is not ready, and the cure."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be served now."""
+        return self.state is EngineState.READY
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine can do; the defaults claim nothing."""
+
+    engine: str = "unknown"
+    logprobs: bool = False
+    """Returns the sampled token's logprob under the distribution that it was sampled from."""
+    seeds: bool = False
+    """A seed gives the same tokens whatever else runs."""
+    full_determinism: bool = False
+    """The same program gives bitwise the same results."""
+    prefix_reuse: bool = False
+    """A later turn of a request_id computes only its new tokens."""
+    abort: bool = False
+    pause_modes: tuple[PauseMode, ...] = ()
+    sleep_levels: tuple[int, ...] = ()
+    weight_update: bool = False
+    exact_policy_spans: bool = False
+    media: bool = False
+    chat_completion: bool = False

@@ -1,0 +1,137 @@
+"""Replaces a model's weights in place by a stream of named tensors, checked against a manifest first.
+
+A tied tensor may come under any or all of its names. Holds no copy: at most one streamed tensor lives at a time.
+Knows no requests; the server decides what a failure means.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ostinato_engines.errors import ManifestError, WeightUpdateError
+from ostinato_engines.types import TensorSpec, WeightManifest
+
+
+class WeightWriter:
+    """The tensors of one model by all their names."""
+
+    def __init__(self, model: nn.Module, *, cast: bool = False) -> None:
+        self._cast = cast
+        self._tensors: dict[str, Tensor] = {
+            name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)
+        }
+        parameters = {id(parameter) for parameter in model.parameters()}
+        self._required: dict[int, str] = {}
+        for name, tensor in self._tensors.items():
+            if id(tensor) in parameters:
+                self._required.setdefault(id(tensor), name)
+        self._shapes = {id(tensor): tensor.shape for tensor in self._tensors.values()}
+
+    def check(self, manifest: WeightManifest) -> None:
+        """Raises `ManifestError` unless the manifest describes every parameter once and nothing else."""
+        names = [spec.name for spec in manifest.tensors]
+        if len(set(names)) != len(names):
+            double = Counter(names).most_common(1)[0][0]
+            raise ManifestError(f"manifest must name each tensor once, got {double!r} twice; remove one")
+        for spec in manifest.tensors:
+            self._check_spec(spec)
+        covered = {id(self._tensors[name]) for name in names}
+        missing = [name for key, name in self._required.items() if key not in covered]
+        if missing:
+            raise ManifestError(
+                f"manifest must hold every parameter, got {len(names)} tensors without {', '.join(missing[:3])}"
+                f"{' and more' if len(missing) > 3 else ''} ({len(missing)} missing); send the whole model"
+            )
+
+    def _check_spec(self, spec: TensorSpec) -> None:
+        tensor = self._tensors.get(spec.name)
+        if tensor is None:
+            raise ManifestError(
+                f"manifest must name tensors of the model, got {spec.name!r}; it has {self._some_names()}"
+            )
+        if tuple(spec.shape) != tuple(self._shapes[id(tensor)]):
+            raise ManifestError(
+                f"{spec.name} must have shape {tuple(self._shapes[id(tensor)])}, got {tuple(spec.shape)}; send the same model"
+            )
+        expected = str(tensor.dtype).removeprefix("torch.")
+        if spec.dtype == expected:
+            return
+        given = getattr(torch, spec.dtype, None)
+        castable = isinstance(given, torch.dtype) and given.is_floating_point and tensor.dtype.is_floating_point
+        if not (self._cast and castable):
+            raise ManifestError(
+                f"{spec.name} must have dtype {expected}, got {spec.dtype}; convert it, or start the server with "
+                "cast_weights=True to round floating-point weights"
+            )
+
+    def _some_names(self) -> str:
+        names = list(self._tensors)
+        return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+    @torch.no_grad()
+    def write(
+        self, manifest: WeightManifest, weights: Iterable[tuple[str, Tensor]], *, cancelled: Callable[[], bool]
+    ) -> None:
+        """Copies the stream into the model, each tensor as it comes, in any order.
+
+        Raises:
+            WeightUpdateError: The stream broke off, or did not keep to its manifest. What came before is written.
+        """
+        expected = {spec.name: spec for spec in manifest.tensors}
+        written: dict[int, str] = {}
+        try:
+            for name, tensor in weights:
+                if cancelled():
+                    raise WeightUpdateError("weight update must run to its end, got cancelled; send a complete update")
+                self._write_one(name, tensor, expected, written)
+        except WeightUpdateError:
+            raise
+        except Exception as error:
+            raise WeightUpdateError(
+                f"weights must stream to their end, got {type(error).__name__}: {error} after "
+                f"{len(manifest.tensors) - len(expected)} of {len(manifest.tensors)} tensors; send a complete update"
+            ) from error
+        if expected:
+            raise WeightUpdateError(
+                f"weights must hold every tensor of the manifest, got none for {', '.join(list(expected)[:3])} "
+                f"({len(expected)} missing); send a complete update"
+            )
+
+    def _write_one(self, name: str, tensor: Tensor, expected: dict[str, TensorSpec], written: dict[int, str]) -> None:
+        spec = expected.pop(name, None)
+        if spec is None:
+            raise WeightUpdateError(
+                f"weights must follow the manifest, got {name!r} beyond it or twice; send each once"
+            )
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tuple(tensor.shape) != tuple(spec.shape) or dtype != spec.dtype:
+            raise WeightUpdateError(
+                f"{name} must be {spec.dtype} {tuple(spec.shape)} as in the manifest, got {dtype} {tuple(tensor.shape)}; "
+                "build the manifest from what is sent"
+            )
+        target = self._tensors[name]
+        if (first := written.get(id(target))) is not None:
+            if not torch.equal(target, tensor.to(device=target.device, dtype=target.dtype)):
+                raise WeightUpdateError(
+                    f"{name} must equal {first}, to which the model ties it, got other values; send one of them"
+                )
+            return
+        target.copy_(tensor)
+        written[id(target)] = name
+
+    @torch.no_grad()
+    def discard(self) -> None:
+        """Frees the memory of all parameters; their shapes are remembered."""
+        for name in self._required.values():
+            tensor = self._tensors[name]
+            tensor.data = tensor.data.new_empty(0)
+
+    @torch.no_grad()
+    def allocate(self) -> None:
+        """Gives the weights memory again; the values are undefined until a complete update."""
+        for name in self._required.values():
+            tensor = self._tensors[name]
+            if tensor.numel() == 0:
+                tensor.data = tensor.data.new_zeros(self._shapes[id(tensor)])
