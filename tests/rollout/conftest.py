@@ -1,0 +1,87 @@
+"""Servers for these tests, written against the public contract of engines."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from ostinato_engines import AsyncServerBase, PolicySpan, SamplingParams, StopReason, TokenOutput
+
+
+class StubServer(AsyncServerBase):
+    """Answers from a list of outputs, errors or coroutines; then endlessly with a stop token. Keeps what it was asked."""
+
+    def __init__(self, answers=(), *, stop_id: int = 99) -> None:
+        self.answers = list(answers)
+        self.stop_id = stop_id
+        self.requests: list[tuple[list[int], SamplingParams, str]] = []
+        self.released: list[str] = []
+        self.gate: asyncio.Event | None = None
+        self.log: list[str] = []
+        self.failing: set[str] = set()
+        self.version_to_report: int | None = None
+        self.running = 0
+
+    async def generate(self, prompt_ids, sampling_params, request_id, media=()):
+        params = SamplingParams.from_mapping(sampling_params)
+        self.requests.append((list(prompt_ids), params, request_id))
+        self.running += 1
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+            answer = self.answers.pop(0) if self.answers else TokenOutput([self.stop_id], [-0.5], StopReason.STOP, self.stop_id)
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+        finally:
+            self.running -= 1
+
+    async def chat_completion(self, raw_request):
+        raise NotImplementedError
+
+    async def release(self, request_id):
+        self.released.append(request_id)
+
+    async def _do(self, what: str) -> None:
+        self.log.append(what)
+        if what in self.failing:
+            raise RuntimeError(f"{what} is broken")
+
+    async def start(self):
+        await self._do("start")
+
+    async def shutdown(self):
+        await self._do("shutdown")
+
+    async def wake_up(self, tags=None):
+        await self._do("wake_up")
+
+    async def sleep(self, level=1):
+        await self._do("sleep")
+
+    async def update_weights(self, manifest, weights):
+        self.received = list(weights)
+        await self._do("update_weights")
+        self.policy_version = manifest.version if self.version_to_report is None else self.version_to_report
+
+
+@pytest.fixture
+def stub_server():
+    """The class of servers that answer from a list."""
+    return StubServer
+
+
+@pytest.fixture
+def output():
+    """Makes a TokenOutput of ids, one policy version and an end."""
+
+    def make(token_ids, stop=StopReason.STOP, *, version=0, logprobs=True):
+        token_ids = list(token_ids)
+        return TokenOutput(
+            token_ids,
+            [-float(token_id) for token_id in token_ids] if logprobs else None,
+            stop,
+            policy_versions=(PolicySpan(0, version),),
+        )
+
+    return make
