@@ -1,0 +1,346 @@
+"""A tokenizer and its chat template, as one object.
+
+Invariant: text of messages and tools never becomes a control token; without control strings in that text the ids are
+those of the tokenizer on the rendered conversation. It knows nothing of ledgers, turns or masks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tokenizers
+
+from ostinato_tokenization.control_text import ControlText, MaskTable
+from ostinato_tokenization.errors import MessageError, TokenizerLoadError, VocabularyError
+from ostinato_tokenization.messages import Message, normalize_messages, normalize_tools
+from ostinato_tokenization.plain_text import PlainEncoder, control_tokens
+from ostinato_tokenization.rendering import compile_template, render_template
+from ostinato_tokenization.template_probe import probe_boundaries
+from ostinato_tokenization.template_profile import TemplateProfile
+from ostinato_tokenization.tokenizer_files import named_tokens, read_tokenizer, templates_by_name
+
+
+class ChatTokenizer:
+    """Renders conversations and encodes them. Shared and never changed after construction.
+
+    Args:
+        tokenizer: Owned by this object from here on; truncation and padding are switched off.
+        chat_template: The template, or several by name (`default`, and `tool_use` where tools are given).
+        named_tokens: `bos_token`, `eos_token`, …: what the template calls them, and the string.
+
+    Raises:
+        ChatTemplateError: The template does not compile.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        chat_template: str | Mapping[str, str],
+        *,
+        named_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = False
+        self._tokenizer = tokenizer
+        self._sources = templates_by_name(chat_template, "the chat_template argument")
+        self._templates = {name: compile_template(source) for name, source in self._sources.items()}
+        self.is_dated = any("strftime_now" in source for source in self._sources.values())
+        """Whether the template asks for the present date."""
+        self._named_tokens = dict(named_tokens or {})
+        self._control_tokens = control_tokens(tokenizer)
+        self._by_content = {token.content: token for token in self._control_tokens}
+        self.control_token_ids = frozenset(token.id for token in self._control_tokens)
+        """Ids of added tokens other than whitespace: text never becomes one of these."""
+        known = max((token.id + 1 for token in self._control_tokens), default=0)
+        self.vocab_size: int = max(tokenizer.get_vocab_size(with_added_tokens=True), known)
+        """One more than the largest id."""
+        self._profiles: dict[bytes, TemplateProfile] = {}
+        normalizer = tokenizer.normalizer
+        after_normalization = normalizer is not None and any(token.normalized for token in self._control_tokens)
+        self._normalizer = normalizer
+        self._given = ControlText(self._by_content, self.normalize if after_normalization else None)
+        self._own = ControlText(())  # the probe below must see the template's own text
+        self.boundaries = probe_boundaries(self)
+        eos = self._named_tokens.get("eos_token", "")
+        ends = {self._by_content[text].id for text in self.boundaries.ends}
+        if (eos_id := self.token_id(eos)) is not None:
+            ends.add(eos_id)
+        self.stop_token_ids: tuple[int, ...] = tuple(sorted(ends))
+        """Ids that end an assistant turn: what the template writes after one, and the end-of-sequence token."""
+        self._own = ControlText({text for text in (*self.boundaries.structural, eos) if text in self._by_content})
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *, chat_template: str | None = None) -> ChatTokenizer:
+        """Read a directory in the Hugging Face layout; nothing is downloaded.
+
+        Raises:
+            TokenizerNotFoundError: There is no tokenizer.json.
+            TokenizerLoadError: A file is damaged.
+            ChatTemplateError: There is no template, or it does not compile.
+        """
+        files = read_tokenizer(path, chat_template)
+        return cls(files.tokenizer, files.templates, named_tokens=files.named_tokens)
+
+    @classmethod
+    def from_transformers(cls, tokenizer: Any) -> ChatTokenizer:
+        """Take over a fast tokenizer of transformers, which may change afterwards without effect here.
+
+        Raises:
+            TokenizerLoadError: It is not a fast tokenizer.
+            ChatTemplateError: It has no chat template.
+        """
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, tokenizers.Tokenizer):
+            raise TokenizerLoadError(
+                f"tokenizer must be a fast tokenizer of transformers, got {type(tokenizer).__name__};"
+                " load it with AutoTokenizer.from_pretrained(…, use_fast=True)"
+            )
+        templates = templates_by_name(getattr(tokenizer, "chat_template", None), type(tokenizer).__name__)
+        named = named_tokens({name: str(value) for name, value in tokenizer.special_tokens_map.items()})
+        return cls(tokenizers.Tokenizer.from_str(backend.to_str()), templates, named_tokens=named)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self._tokenizer.to_str(), self._sources, self._named_tokens)
+
+    def __repr__(self) -> str:
+        return f"ChatTokenizer(vocab_size={self.vocab_size}, template={self.template_hash})"
+
+    @cached_property
+    def template_hash(self) -> str:
+        """First 12 hex digits of the SHA-256 of the template's text."""
+        return hashlib.sha256(msgspec.json.encode(self._sources, order="sorted")).hexdigest()[:12]
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the end-of-sequence token that the files name."""
+        return self.token_id(self._named_tokens.get("eos_token", ""))
+
+    @cached_property
+    def _plain(self) -> PlainEncoder:
+        return PlainEncoder(self._tokenizer, self._control_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as the template writes it.
+
+        Raises:
+            MessageError: Messages or tools have a form that cannot be rendered.
+            ChatTemplateError: The template refuses them.
+        """
+        text, table = self.render_masked(
+            messages, tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
+        )
+        return table.restore(text)
+
+    def render_masked(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, Any] | None = None,
+        started_at: float | None = None,
+    ) -> tuple[str, MaskTable]:
+        """The rendered text with control strings of messages still masked, for `encode_masked`.
+
+        Args:
+            started_at: The moment (seconds since 1970) that the template takes for the present; None for now.
+        """
+        table = MaskTable()
+        text = self.render_as_is(
+            self.mask_messages(messages, table),
+            self.mask_tools(tools, table),
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=template_kwargs,
+            started_at=started_at,
+        )
+        return text, table
+
+    def mask_messages(self, messages: Sequence[Message], table: MaskTable) -> list[Message]:
+        """Messages in the form for `render_as_is`, their control strings masked in `table`."""
+        return [
+            (self._own if message["role"] == "assistant" else self._given).mask_value(message, table)
+            for message in normalize_messages(messages)
+        ]
+
+    def render_as_is(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, Any] | None = None,
+        started_at: float | None = None,
+    ) -> str:
+        """The template on messages and tools that are masked already, or that hold sentinels."""
+        template = self._templates["default"]
+        if tools is not None and "tool_use" in self._templates:
+            template = self._templates["tool_use"]
+        variables: dict[str, Any] = {
+            **self._named_tokens,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if started_at is not None and self.is_dated:
+            variables["strftime_now"] = datetime.fromtimestamp(started_at).strftime
+        if template_kwargs:
+            variables.update(template_kwargs)
+        text = render_template(template, variables)
+        if not text.isascii():
+            _check_unicode(text)
+        return text
+
+    def mask_tools(self, tools: Sequence[Mapping[str, Any]] | None, table: MaskTable) -> list[Any] | None:
+        """Tools in the form for `render_as_is`; an empty sequence is None."""
+        schemas = normalize_tools(tools)
+        if schemas is None:
+            return None
+        try:
+            document = msgspec.json.encode(schemas).decode()
+        except (TypeError, ValueError) as error:
+            raise MessageError(f"tools must be JSON values, got {error}; pass OpenAI tool schemas") from error
+        return self._given.mask_value(schemas, table) if self._given.may_occur_in_json(document) else schemas
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        started_at: float | None = None,
+    ) -> list[int]:
+        """Ids of the conversation. Control strings within message or tool text become ordinary tokens.
+
+        In assistant messages only the strings that separate turns are kept from becoming control tokens: tags such as
+        `<think>` and `<tool_call>` are the assistant's own.
+
+        Raises:
+            MessageError: Messages or tools have a form that cannot be rendered.
+            ChatTemplateError: The template refuses them.
+        """
+        text, table = self.render_masked(
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=template_kwargs,
+            started_at=started_at,
+        )
+        return self.encode_masked(text, table)
+
+    def encode_masked(self, text: str, table: MaskTable) -> list[int]:
+        """Ids of rendered text: control strings in it become control tokens, masked ones ordinary tokens."""
+        if not table:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = []
+        plain, with_prefix, start = self._plain, True, 0
+        strip_next = False
+        for match in self._given.pattern.finditer(text):
+            token = self._by_content[match.group()]
+            if token.single_word and _touches_word(text, match.start(), match.end()):
+                continue
+            piece = text[start : match.start()]
+            piece = piece.lstrip() if strip_next else piece
+            piece = piece.rstrip() if token.lstrip else piece
+            ids += plain.encode(table.restore(piece), with_prefix=with_prefix)
+            ids.append(token.id)
+            start, strip_next = match.end(), token.rstrip
+            with_prefix = not plain.prefix_only_first and not (plain.prefix_by_normalizer and token.normalized)
+        piece = text[start:].lstrip() if strip_next else text[start:]
+        return ids + plain.encode(table.restore(piece), with_prefix=with_prefix)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of a text, none of them a control token.
+
+        Raises:
+            MessageError: It holds unpaired surrogates.
+        """
+        if not text.isascii():
+            _check_unicode(text)
+        if self._given.occurs_in(text):
+            return self._plain.encode(text)
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of the ids; bytes that are no complete character become U+FFFD.
+
+        Raises:
+            VocabularyError: An id is not in the vocabulary.
+        """
+        ids = list(token_ids)
+        if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
+            bad = next(token_id for token_id in ids if not 0 <= token_id < self.vocab_size)
+            raise VocabularyError(
+                f"token ids must be from 0 to {self.vocab_size - 1}, got {bad};"
+                " the model's vocabulary may be padded beyond the tokenizer's"
+            )
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def normalize(self, text: str) -> str:
+        """What the tokenizer makes of a text before it splits it."""
+        return text if self._normalizer is None else self._normalizer.normalize_str(text)
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its exact string; None if there is none."""
+        return self._tokenizer.token_to_id(token)
+
+    def control_token_id(self, token: str) -> int | None:
+        """The same for control tokens only."""
+        found = self._by_content.get(token)
+        return None if found is None else found.id
+
+    def find_control(self, text: str) -> list[tuple[int, str]]:
+        """Offsets and strings of the control strings in rendered text, in order."""
+        return [(match.start(), match.group()) for match in self._given.pattern.finditer(text)]
+
+    def starts_with_control(self, text: str) -> bool:
+        """Whether rendered text begins with a control string."""
+        return self._given.pattern.match(text) is not None
+
+    def is_special(self, token: str) -> bool:
+        """Whether a control token is one that decoding may skip."""
+        return self._by_content[token].special
+
+    def profile(self, template_kwargs: Mapping[str, Any] | None = None) -> TemplateProfile:
+        """How the template behaves under these variables; probed once."""
+        try:
+            key = msgspec.json.encode(template_kwargs or {}, order="sorted")
+        except TypeError:
+            return TemplateProfile(self, template_kwargs)
+        if key not in self._profiles:
+            self._profiles[key] = TemplateProfile(self, template_kwargs)
+        return self._profiles[key]
+
+
+def _rebuild(document: str, templates: dict[str, str], named: dict[str, str]) -> ChatTokenizer:
+    return ChatTokenizer(tokenizers.Tokenizer.from_str(document), templates, named_tokens=named)
+
+
+def _touches_word(text: str, start: int, end: int) -> bool:
+    before, after = text[start - 1 : start], text[end : end + 1]
+    return any(char.isalnum() or char == "_" for char in (before + after))
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise MessageError(
+            f"text must be valid Unicode, got an unpaired surrogate {text[error.start]!r};"
+            " decode its bytes with errors='replace'"
+        ) from error

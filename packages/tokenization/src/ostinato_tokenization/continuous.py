@@ -1,0 +1,203 @@
+"""Conversations whose tokens are recorded once: sampled ids stay as they are, only what is new is encoded.
+
+Invariant: after every call the ledger holds exactly what the model has seen and said, earlier ids are a prefix of later
+ones, and a call that raises has changed nothing. It knows neither engines nor how messages came about.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from ostinato_tokenization.chat_tokenizer import ChatTokenizer
+from ostinato_tokenization.control_text import MaskTable
+from ostinato_tokenization.errors import MessageError, TruncatedTurnError
+from ostinato_tokenization.ledger import Origin, TokenLedger
+from ostinato_tokenization.messages import Message
+
+_REASONING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
+class TruncatedTurn(StrEnum):
+    """What to do when the conversation goes on after a turn that was cut off before its stop token."""
+
+    CLOSE = "close"
+    """Close it with tokens of the framework (`Origin.REPAIR`, mask 0)."""
+    STOP = "stop"
+    """End the conversation: nothing is added."""
+    ERROR = "error"
+    """Raise TruncatedTurnError."""
+
+
+class ContinuousTokens:
+    """Keeps ledgers equal to what the model saw. Stateless and shared: one per tokenizer and template variables.
+
+    Args:
+        tokenizer: Tokenizer and template.
+        template_kwargs: Variables of the template, such as `enable_thinking`.
+        truncated_turn: What happens to turns without a stop token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        truncated_turn: TruncatedTurn = TruncatedTurn.CLOSE,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template_kwargs = dict(template_kwargs or {})
+        self.truncated_turn = TruncatedTurn(truncated_turn)
+        self._profile = tokenizer.profile(template_kwargs)
+        self._stop_ids = frozenset(tokenizer.stop_token_ids)
+
+    def build_initial_tokens(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> TokenLedger:
+        """A ledger with the first prompt, generation prompt included.
+
+        Raises:
+            MessageError, ChatTemplateError: The conversation cannot be rendered.
+        """
+        ledger = TokenLedger(started_at=time.time() if self.tokenizer.is_dated else None)
+        self._append_prompt(ledger, messages, tools)
+        return ledger
+
+    def _append_prompt(
+        self, ledger: TokenLedger, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+    ) -> None:
+        ids = self.tokenizer.encode_chat(
+            messages,
+            tools,
+            add_generation_prompt=True,
+            template_kwargs=self.template_kwargs,
+            started_at=ledger.started_at,
+        )
+        self._append_context(ledger, ids)
+
+    def merge_assistant_tokens(
+        self,
+        ledger: TokenLedger,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float] | None,
+        *,
+        policy_versions: Sequence[tuple[int, int]] = ((0, 0),),
+    ) -> None:
+        """Record what the policy sampled, verbatim, stop token included.
+
+        Raises:
+            LedgerError: Ids, log-probabilities and versions do not fit together.
+        """
+        ledger.append_sampled(token_ids, logprobs, policy_versions=policy_versions)
+
+    def merge_context_messages(
+        self,
+        ledger: TokenLedger,
+        previous_messages: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> int:
+        """Append the close of the last turn, the new messages and a generation prompt.
+
+        Where `previous_messages` does not end with the assistant's message, nothing was sampled since the last call:
+        the unanswered messages are then rendered again together with the new ones.
+
+        Args:
+            previous_messages: The whole conversation that the ledger holds.
+            new_messages: What comes after it; consecutive tool messages belong in one call.
+
+        Returns:
+            Number of tokens by which the ledger grew; 0 if a truncated turn ends the conversation (`STOP`).
+
+        Raises:
+            HistoryRewrittenError: The template cannot extend the conversation: begin a new segment.
+            TruncatedTurnError: The last turn has no stop token, and the policy is `ERROR`.
+            MessageError: Messages cannot be rendered.
+        """
+        if not new_messages:
+            raise MessageError("new_messages must not be empty, got none; generate without calling this")
+        if not previous_messages:
+            raise MessageError("previous_messages must not be empty, got none; use build_initial_tokens")
+        before = len(ledger)
+        if previous_messages[-1].get("role") != "assistant":
+            self._replace_unanswered(ledger, previous_messages, new_messages, tools)
+            return len(ledger) - before
+        sampled, stop_at = self._last_turn(ledger)
+        if stop_at is None and self.truncated_turn != TruncatedTurn.CLOSE:
+            if self.truncated_turn == TruncatedTurn.STOP:
+                return 0
+            raise TruncatedTurnError(
+                f"the last turn must end with a stop token, got {len(sampled)} tokens without one;"
+                " raise the length limit or choose TruncatedTurn.CLOSE"
+            )
+        ids = self._profile.continuation_ids(previous_messages, new_messages, tools, started_at=ledger.started_at)
+        if stop_at is None:
+            repair, ids = self._split_repair(ledger, ids)
+            ledger.append(repair, Origin.REPAIR)
+        else:
+            ids = self._without_said(ids, sampled[stop_at], sampled[stop_at + 1 :])
+        self._append_context(ledger, ids)
+        return len(ledger) - before
+
+    def _last_turn(self, ledger: TokenLedger) -> tuple[list[int], int | None]:
+        """Sampled ids at the end of the ledger, and the place of the stop token that ended them."""
+        length = ledger.last_span(Origin.SAMPLED)
+        sampled = ledger.tail_ids(length)
+        for at in range(length - 1, max(-1, length - 5), -1):
+            if sampled[at] in self._stop_ids:
+                rest = sampled[at + 1 :]
+                return sampled, at if not rest or not self.tokenizer.decode(rest).strip() else None
+        return sampled, None
+
+    def _without_said(self, ids: list[int], stop_id: int, said_after: list[int]) -> list[int]:
+        """The continuation without what the policy said itself: its stop token, and a separator after that."""
+        first = ids[0]
+        if first in self._stop_ids and (first == stop_id or not self._profile.opens_turn(first)):
+            ids = ids[1:]
+        return ids[len(said_after) :] if said_after and ids[: len(said_after)] == said_after else ids
+
+    def _split_repair(self, ledger: TokenLedger, ids: list[int]) -> tuple[list[int], list[int]]:
+        """The tokens that close a truncated turn, and the rest of the continuation."""
+        repair = self._reasoning_repair(ledger)
+        if ids[0] in self._stop_ids and not self._profile.opens_turn(ids[0]):
+            return [*repair, ids[0]], ids[1:]
+        return repair, ids
+
+    def _reasoning_repair(self, ledger: TokenLedger) -> list[int]:
+        turn = ledger.last_span(Origin.SAMPLED) + len(self._profile.generation_prompt_ids)
+        text = self.tokenizer.decode(ledger.tail_ids(min(turn, len(ledger))))
+        for opener, closer in _REASONING_TAGS:
+            if text.rfind(opener) > text.rfind(closer):
+                close = self._profile.reasoning_close
+                close = close if closer in close else f"\n{closer}\n\n"
+                return self.tokenizer.encode_masked(close, MaskTable())
+        return []
+
+    def _replace_unanswered(
+        self,
+        ledger: TokenLedger,
+        previous: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
+        """Render unanswered messages again with those that follow, in place of their tokens."""
+        scratch = ledger.fork()
+        if not ledger.num_sampled:
+            scratch.truncate(0)
+            self._append_prompt(scratch, [*previous, *new], tools)
+        else:
+            answered = max(index for index, message in enumerate(previous) if message.get("role") == "assistant") + 1
+            scratch.truncate(ledger.end_of_sampled())
+            self.merge_context_messages(scratch, previous[:answered], [*previous[answered:], *new], tools)
+        ledger.replace_with(scratch)
+
+    def _append_context(self, ledger: TokenLedger, ids: list[int]) -> None:
+        prompt = self._profile.generation_prompt_ids
+        split = len(ids) - len(prompt)
+        if prompt and split >= 0 and tuple(ids[split:]) == prompt:
+            ledger.append(ids[:split], Origin.CONTEXT)
+            ledger.append(prompt, Origin.TEMPLATE)
+        else:
+            ledger.append(ids, Origin.CONTEXT)

@@ -1,0 +1,363 @@
+"""The record of one trajectory segment: which token stands where, and who wrote it.
+
+Invariant: ids, origins and log-probabilities always have one length, and the mask is derived from the origins, so that
+it cannot disagree with what was sampled. This module knows nothing of text, templates or tokenizers.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from enum import IntEnum
+
+import msgspec
+
+from ostinato_tokenization.errors import LedgerError
+
+
+class Origin(IntEnum):
+    """Who wrote a token. Only `SAMPLED` tokens have mask 1."""
+
+    TEMPLATE = 0
+    """The chat template: headers, separators, the generation prompt."""
+    CONTEXT = 1
+    """Messages that were given: system, user and tool text with the template's words around them."""
+    SAMPLED = 2
+    """The policy."""
+    REPAIR = 3
+    """The framework, closing a turn that was cut off."""
+
+
+class MediaSpan(msgspec.Struct, frozen=True):
+    """The place of an image, video or audio clip among the tokens. Reserved: media is refused for now."""
+
+    start: int
+    """Offset of its first token in `token_ids`."""
+    length: int
+    """Number of tokens that it takes."""
+    kind: str
+    """`image`, `video` or `audio`."""
+
+
+class _LedgerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The wire form of a ledger. Numbers are little-endian: int32 ids, float64 log-probabilities."""
+
+    format: int
+    ids: bytes
+    origins: bytes
+    logprobs: bytes
+    versions: list[tuple[int, int]]
+    media: list[MediaSpan]
+    started_at: float | None
+
+
+_FORMAT = 1
+_MASK_OF_ORIGIN = bytes(1 if value == Origin.SAMPLED else 0 for value in range(256))
+_KNOWN_ORIGINS = bytes(Origin)
+_NAN = float("nan")
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_LedgerRecord)
+
+
+def _as_id_array(token_ids: Sequence[int]) -> array[int]:
+    if isinstance(token_ids, (bytes, bytearray, str)):
+        raise LedgerError(f"token_ids must be integers, got {type(token_ids).__name__}; pass a list or array('i')")
+    try:
+        ids = array("i", token_ids)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise LedgerError(f"token_ids must be integers below 2**31, got {error}; pass the ids as sampled") from error
+    if ids and min(ids) < 0:
+        raise LedgerError(f"token_ids must be >= 0, got {min(ids)}; remove padding before recording")
+    return ids
+
+
+def _as_logprob_array(logprobs: Sequence[float] | None, length: int) -> array[float]:
+    if logprobs is None:
+        return array("d", (_NAN,)) * length
+    try:
+        values = array("d", logprobs)
+    except TypeError as error:
+        raise LedgerError(f"logprobs must be floats, got {error}; pass None where there are none") from error
+    if len(values) != length:
+        raise LedgerError(f"logprobs must have one entry per token ({length}), got {len(values)}; never pad them")
+    if not math.isfinite(sum(values)):
+        bad = next((index, value) for index, value in enumerate(values) if not math.isfinite(value))
+        raise LedgerError(f"logprobs must be finite, got {bad[1]} at {bad[0]}; pass None where there are none")
+    return values
+
+
+def _check_versions(policy_versions: Sequence[tuple[int, int]], length: int) -> None:
+    previous = -1
+    for start, version in policy_versions:
+        if not previous < start < length or (previous == -1 and start != 0):
+            raise LedgerError(
+                f"policy_versions must start at 0 and rise within the {length} sampled tokens, got {policy_versions!r};"
+                " give (start, version) pairs with offsets into this chunk"
+            )
+        if version < 0:
+            raise LedgerError(f"policy version must be >= 0, got {version}; number versions from 0")
+        previous = start
+    if previous == -1:
+        raise LedgerError("policy_versions must not be empty, got (); pass ((0, version),)")
+
+
+class TokenLedger:
+    """One segment's tokens with their origin, log-probability and policy version, grown in place.
+
+    The *prompt* is everything before the first sampled token, the *response* everything from there on. `fork` copies
+    the arrays as blocks of memory (about 13 bytes a token); nothing is shared between a ledger and its fork.
+
+    Args:
+        started_at: When the conversation began, in seconds since 1970, for templates that print the date.
+    """
+
+    __slots__ = ("_first_sampled", "_ids", "_logprobs", "_media", "_num_sampled", "_origins", "_versions", "started_at")
+
+    def __init__(self, *, started_at: float | None = None) -> None:
+        self._ids: array[int] = array("i")
+        self._origins = bytearray()
+        self._logprobs: array[float] = array("d")
+        self._versions: list[tuple[int, int]] = []
+        self._media: list[MediaSpan] = []
+        self._num_sampled = 0
+        self._first_sampled = -1
+        self.started_at = started_at
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __repr__(self) -> str:
+        return f"TokenLedger(tokens={len(self)}, sampled={self._num_sampled})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenLedger):
+            return NotImplemented
+        return self.to_bytes() == other.to_bytes()
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # it changes in place
+
+    def append(self, token_ids: Sequence[int], origin: Origin) -> None:
+        """Record tokens that the policy did not sample.
+
+        Raises:
+            LedgerError: `origin` is SAMPLED or unknown, or an id is no integer from 0 on. Nothing is recorded then.
+        """
+        if origin == Origin.SAMPLED:
+            raise LedgerError("origin must not be SAMPLED here, got SAMPLED; use append_sampled")
+        try:
+            origin = Origin(origin)
+        except ValueError:
+            raise LedgerError(f"origin must be an Origin, got {origin!r}; use a member of Origin") from None
+        ids = _as_id_array(token_ids)
+        self._ids.extend(ids)
+        self._origins.extend(bytes((origin,)) * len(ids))
+        self._logprobs.extend(array("d", (0.0,)) * len(ids))
+
+    def append_sampled(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float] | None,
+        *,
+        policy_versions: Sequence[tuple[int, int]] = ((0, 0),),
+    ) -> None:
+        """Record tokens exactly as the policy sampled them; no tokens is a valid chunk.
+
+        Args:
+            token_ids: The sampled ids, with the stop token where one was sampled.
+            logprobs: One finite log-probability (nats) per id, or None where the engine gives none.
+            policy_versions: `(start, version)` spans, offsets into this chunk, rising, the first at 0.
+
+        Raises:
+            LedgerError: The three do not fit together. Nothing is recorded then.
+        """
+        ids = _as_id_array(token_ids)
+        values = _as_logprob_array(logprobs, len(ids))
+        if not ids:
+            return
+        _check_versions(policy_versions, len(ids))
+        offset = len(self._ids)
+        for start, version in policy_versions:
+            if not self._versions or self._versions[-1][1] != version:
+                self._versions.append((offset + start, version))
+        if self._first_sampled < 0:
+            self._first_sampled = offset
+        self._num_sampled += len(ids)
+        self._ids.extend(ids)
+        self._origins.extend(bytes((Origin.SAMPLED,)) * len(ids))
+        self._logprobs.extend(values)
+
+    def mark(self) -> int:
+        """The present length, to come back to with `truncate`."""
+        return len(self._ids)
+
+    def truncate(self, mark: int) -> None:
+        """Forget every token from `mark` on.
+
+        Raises:
+            LedgerError: `mark` is negative or beyond the end.
+        """
+        if not 0 <= mark <= len(self._ids):
+            raise LedgerError(f"mark must be between 0 and {len(self._ids)}, got {mark}; use a value from mark()")
+        self._num_sampled -= self._origins.count(Origin.SAMPLED, mark)
+        if not self._num_sampled:
+            self._first_sampled = -1
+        del self._ids[mark:], self._origins[mark:], self._logprobs[mark:]
+        del self._versions[bisect_left(self._versions, (mark, -1)) :]
+        self._media = [span for span in self._media if span.start + span.length <= mark]
+
+    def fork(self) -> TokenLedger:
+        """An independent ledger with the same record."""
+        other = TokenLedger(started_at=self.started_at)
+        other._ids, other._origins, other._logprobs = self._ids[:], self._origins[:], self._logprobs[:]
+        other._versions, other._media = self._versions[:], self._media[:]
+        other._num_sampled, other._first_sampled = self._num_sampled, self._first_sampled
+        return other
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All ids, as a new list."""
+        return self._ids.tolist()
+
+    def snapshot(self) -> array[int]:
+        """All ids as a new array('i'): a block copy, far cheaper than a list for long histories."""
+        return self._ids[:]
+
+    @property
+    def origins(self) -> bytes:
+        """One `Origin` value per token."""
+        return bytes(self._origins)
+
+    @property
+    def last_origin(self) -> Origin | None:
+        """Origin of the last token; None when empty."""
+        return Origin(self._origins[-1]) if self._origins else None
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of sampled tokens; always the sum of `response_mask`."""
+        return self._num_sampled
+
+    @property
+    def _response_start(self) -> int:
+        return self._first_sampled if self._first_sampled >= 0 else len(self._ids)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """Ids before the first sampled token; all of them when nothing was sampled."""
+        return self._ids[: self._response_start].tolist()
+
+    @property
+    def response_ids(self) -> list[int]:
+        """Ids from the first sampled token on."""
+        return self._ids[self._response_start :].tolist()
+
+    @property
+    def response_mask(self) -> list[int]:
+        """1 for each sampled token of `response_ids`, else 0."""
+        return list(self._origins[self._response_start :].translate(_MASK_OF_ORIGIN))
+
+    @property
+    def response_logprobs(self) -> list[float] | None:
+        """One value per response token: 0.0 where not sampled, NaN where sampled without one; None when all lack it."""
+        start = self._response_start
+        values = self._logprobs[start:].tolist()
+        if not math.isnan(sum(values)):
+            return values if self._num_sampled else None
+        sampled = self._origins[start:]
+        if all(math.isnan(value) for value, origin in zip(values, sampled, strict=True) if origin == Origin.SAMPLED):
+            return None
+        return values
+
+    @property
+    def policy_versions(self) -> list[tuple[int, int]]:
+        """`(start, version)` spans with offsets into `response_ids`, the first at 0; empty when nothing was sampled."""
+        base = self._response_start
+        return [(start - base, version) for start, version in self._versions]
+
+    @property
+    def media_spans(self) -> tuple[MediaSpan, ...]:
+        """Places of media, in order. Always empty for now."""
+        return tuple(self._media)
+
+    def tail_ids(self, count: int) -> list[int]:
+        """The last `count` ids."""
+        return self._ids[len(self._ids) - count :].tolist()
+
+    def end_of_sampled(self) -> int:
+        """Offset behind the last sampled token; 0 when nothing was sampled."""
+        return self._origins.rfind(Origin.SAMPLED) + 1
+
+    def replace_with(self, other: TokenLedger) -> None:
+        """Take over the record of another ledger, which must not be used afterwards."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(other, name))
+
+    def last_span(self, origin: Origin) -> int:
+        """Length of the unbroken run of `origin` at the end, in tokens."""
+        return len(self._origins) - len(self._origins.rstrip(bytes((origin,))))
+
+    def to_bytes(self) -> bytes:
+        """The whole record as MessagePack; `from_bytes` is its inverse."""
+        ids, logprobs = self._ids, self._logprobs
+        if sys.byteorder == "big":
+            ids, logprobs = ids[:], logprobs[:]
+            ids.byteswap()
+            logprobs.byteswap()
+        record = _LedgerRecord(
+            format=_FORMAT,
+            ids=ids.tobytes(),
+            origins=bytes(self._origins),
+            logprobs=logprobs.tobytes(),
+            versions=self._versions,
+            media=self._media,
+            started_at=self.started_at,
+        )
+        return _encoder.encode(record)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> TokenLedger:
+        """Read what `to_bytes` wrote.
+
+        Raises:
+            LedgerError: The bytes are damaged, or contradict themselves.
+        """
+        try:
+            record = _decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            raise LedgerError(f"data must be a ledger written by to_bytes, got {error}; write it again") from error
+        if record.format != _FORMAT:
+            raise LedgerError(f"ledger format must be {_FORMAT}, got {record.format}; use the version that wrote it")
+        length = len(record.origins)
+        if len(record.ids) != 4 * length or len(record.logprobs) != 8 * length:
+            raise LedgerError(
+                f"ids, origins and logprobs must have one length, got {len(record.ids) / 4:g}, {length},"
+                f" {len(record.logprobs) / 8:g}; the bytes are damaged"
+            )
+        if record.origins.translate(None, _KNOWN_ORIGINS):
+            raise LedgerError("origins must be Origin values, got others; the bytes are damaged")
+        ledger = cls(started_at=record.started_at)
+        ledger._ids.frombytes(record.ids)
+        ledger._logprobs.frombytes(record.logprobs)
+        if sys.byteorder == "big":
+            ledger._ids.byteswap()
+            ledger._logprobs.byteswap()
+        ledger._origins.extend(record.origins)
+        ledger._versions, ledger._media = record.versions, record.media
+        ledger._num_sampled = record.origins.count(Origin.SAMPLED)
+        ledger._first_sampled = record.origins.find(Origin.SAMPLED)
+        ledger._check_restored()
+        return ledger
+
+    def _check_restored(self) -> None:
+        if self._ids and min(self._ids) < 0:
+            raise LedgerError(f"token_ids must be >= 0, got {min(self._ids)}; the bytes are damaged")
+        starts = [start for start, _ in self._versions]
+        first = [self._first_sampled] if self._num_sampled else []
+        within = all(self._origins[start] == Origin.SAMPLED for start in starts if 0 <= start < len(self))
+        if starts[:1] != first or sorted(set(starts)) != starts or (starts and starts[-1] >= len(self)) or not within:
+            raise LedgerError(
+                f"policy versions must begin at sampled tokens, got {self._versions}; the bytes are damaged"
+            )

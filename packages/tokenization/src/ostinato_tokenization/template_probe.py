@@ -1,0 +1,107 @@
+"""What a chat template writes around turns, found by rendering short conversations with sentinels in them.
+
+Invariant: nothing here depends on the name of a model; a template that refuses a probe only adds nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ostinato_tokenization.control_text import NEXT_SENTINEL, SENTINEL
+from ostinato_tokenization.errors import ChatTemplateError
+
+if TYPE_CHECKING:
+    from ostinato_tokenization.chat_tokenizer import ChatTokenizer
+
+CALL_ID = "call00001"
+USER = {"role": "user", "content": "."}
+PROBE_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Search.",
+        "parameters": {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
+    },
+}
+_TAG = re.compile(r"[<\[]/?(\w+)[>\]]")
+
+
+def tool_message(content: str, call_id: str = CALL_ID) -> dict[str, Any]:
+    """A result of the probe's tool."""
+    return {"role": "tool", "tool_call_id": call_id, "name": "search", "content": content}
+
+
+def calling_message(content: str, argument: str, *call_ids: str) -> dict[str, Any]:
+    """An assistant message that calls the probe's tool once per id."""
+    calls = [
+        {"id": call_id, "type": "function", "function": {"name": "search", "arguments": {"q": argument}}}
+        for call_id in call_ids or (CALL_ID,)
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+class Boundaries(msgspec.Struct, frozen=True):
+    """Control strings that a template writes between turns."""
+
+    ends: frozenset[str]
+    """Those that come first after what an assistant says."""
+    openers: frozenset[str]
+    """Those that come last before what a user or tool says."""
+    structural: frozenset[str]
+    """All of them, and those of the assistant's header."""
+
+
+def probe_boundaries(tokenizer: ChatTokenizer) -> Boundaries:
+    """Find the strings that end, separate and open turns. Called before the tokenizer masks assistant text."""
+    assistant = {"role": "assistant", "content": SENTINEL}
+    user_next = {"role": "user", "content": NEXT_SENTINEL}
+    ends: set[str] = set()
+    openers: set[str] = set()
+    structural: set[str] = set()
+    for turn, following in (
+        (assistant, None),
+        (assistant, user_next),
+        (assistant, tool_message(NEXT_SENTINEL)),
+        (calling_message("", SENTINEL), tool_message(NEXT_SENTINEL)),
+    ):
+        text = _render(tokenizer, [USER, turn] if following is None else [USER, turn, following], following)
+        if text is None:
+            continue
+        zone, _, prompt = text.rpartition(SENTINEL)[2].partition(NEXT_SENTINEL)
+        controls = [string for _, string in tokenizer.find_control(zone)]
+        if controls:
+            known = [string for string in controls if string in ends]
+            ends.update(known[:1] or controls[:1])
+            structural.update(string for string in controls if not _is_tag_pair(tokenizer, string))
+            if following is not None:
+                openers.add(controls[-1])
+        if following is user_next:
+            structural.update(controls)
+            header = (string for _, string in tokenizer.find_control(prompt))
+            structural.update(string for string in header if not _is_tag_pair(tokenizer, string))
+    return Boundaries(frozenset(ends), frozenset(openers), frozenset(structural | ends))
+
+
+def _render(tokenizer: ChatTokenizer, messages: Sequence[Mapping[str, Any]], following: Any) -> str | None:
+    """The conversation with its sentinels, or None where the template refuses it or does not show them once each."""
+    for tools in (None, [PROBE_TOOL]):
+        try:
+            text = tokenizer.render_as_is(messages, tools, add_generation_prompt=following is not None)
+        except ChatTemplateError:
+            continue
+        if text.count(SENTINEL) == 1 and text.count(NEXT_SENTINEL) == (following is not None):
+            return text
+    return None
+
+
+def _is_tag_pair(tokenizer: ChatTokenizer, string: str) -> bool:
+    """Whether it opens or closes a tag whose other half is a control string too, such as `<think>`."""
+    match = _TAG.fullmatch(string)
+    if match is None:
+        return False
+    name, left, right = match.group(1), string[0], string[-1]
+    return all(tokenizer.control_token_id(f"{left}{slash}{name}{right}") is not None for slash in ("", "/"))

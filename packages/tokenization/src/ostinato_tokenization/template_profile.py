@@ -1,0 +1,299 @@
+"""How a chat template continues a conversation, under one set of template variables.
+
+The text that continues a conversation (close of the assistant's turn, separator, new messages, generation prompt) is
+what follows a sentinel in the last assistant turn. Probes at first use say how much of the real conversation that
+rendering needs; the common answer is none of it, and then a turn costs the same however long the history is.
+Invariant: a continuation is either cut at a found sentinel or behind a checked prefix, never at a length.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ostinato_tokenization.control_text import NEXT_SENTINEL, SENTINEL, MaskTable
+from ostinato_tokenization.errors import ChatTemplateError, HistoryRewrittenError
+from ostinato_tokenization.messages import Message
+from ostinato_tokenization.template_probe import CALL_ID, PROBE_TOOL, USER, calling_message, tool_message
+
+if TYPE_CHECKING:
+    from ostinato_tokenization.chat_tokenizer import ChatTokenizer
+
+_logger = logging.getLogger(__name__)
+
+_SECOND_ID = "call00002"
+_SYSTEM = {"role": "system", "content": "s"}
+_PLAIN_TURN = {"role": "assistant", "content": SENTINEL}
+_HISTORIES: tuple[tuple[Mapping[str, Any], ...], ...] = (
+    (_SYSTEM, USER, calling_message("", "a"), tool_message("r"), {"role": "assistant", "content": "x"}, USER),
+    (USER, calling_message("", "a"), tool_message("r"), {"role": "assistant", "content": "x"}, USER),
+    (_SYSTEM, USER, {"role": "assistant", "content": "x"}, USER),
+    (USER, {"role": "assistant", "content": "x"}, USER),
+    (USER,),
+)
+
+
+class Splice(IntEnum):
+    """How much of a conversation is rendered to continue it, from cheapest to dearest."""
+
+    SYNTHETIC = 0
+    """A user message and a bare assistant turn."""
+    SYNTHETIC_WITH_TOOLS = 1
+    """The same, with the tool schemas."""
+    REAL_TURN = 2
+    """A user message, the real assistant turn, the tool schemas."""
+    HISTORY = 3
+    """Everything."""
+
+
+class TemplateProfile:
+    """One template under one set of variables; made by `ChatTokenizer.profile`."""
+
+    def __init__(self, tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any] | None) -> None:
+        self._tokenizer = tokenizer
+        self._kwargs = dict(template_kwargs or {})
+        self._splices: dict[bool, Splice] = {}
+        self._opener_ids = frozenset(
+            token_id
+            for text in tokenizer.boundaries.openers
+            if (token_id := tokenizer.control_token_id(text)) is not None
+        )
+        self._lead = next(iter(sorted(tokenizer.boundaries.ends)), "")
+
+    def opens_turn(self, token_id: int) -> bool:
+        """Whether this stop token is at the same time the opener of a user or tool turn."""
+        return token_id in self._opener_ids
+
+    def continuation_ids(
+        self,
+        previous: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        started_at: float | None = None,
+    ) -> list[int]:
+        """Ids that follow what the assistant said last: close, separator, new messages, generation prompt.
+
+        Args:
+            previous: The conversation so far; the last message is the assistant's.
+            new: What comes after it.
+
+        Raises:
+            HistoryRewrittenError: The template cannot continue the conversation.
+        """
+        table = MaskTable()
+        masked = self._tokenizer.mask_messages(new, table)
+        text = self._continuation(previous, masked, tools, table, started_at)
+        if not text:
+            raise HistoryRewrittenError(
+                "new messages must be rendered by the template, got nothing; begin a new segment"
+            )
+        if self._lead and not self._tokenizer.starts_with_control(text):
+            return self._tokenizer.encode_masked(self._lead + text, table)[1:]
+        return self._tokenizer.encode_masked(text, table)
+
+    def _continuation(
+        self,
+        previous: Sequence[Message],
+        new: list[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        table: MaskTable,
+        started_at: float | None,
+    ) -> str:
+        refusal: Exception | None = None
+        for splice in Splice:
+            if splice < self._splice_for(new[0]["role"] == "tool"):
+                continue
+            if splice <= Splice.SYNTHETIC_WITH_TOOLS:
+                history, turn = [USER], _PLAIN_TURN
+            else:
+                masked = self._tokenizer.mask_messages(previous if splice == Splice.HISTORY else previous[-1:], table)
+                history, turn = (masked[:-1], masked[-1]) if splice == Splice.HISTORY else ([USER], masked[-1])
+            schemas = None if splice == Splice.SYNTHETIC else self._tokenizer.mask_tools(tools, table)
+            try:
+                text = self._after_turn(history, turn, new, schemas, started_at)
+            except ChatTemplateError as error:
+                refusal = error
+                continue
+            if text is not None:
+                return text
+        try:
+            return self._after_prefix(previous, new, tools, table, started_at)
+        except ChatTemplateError as error:
+            raise HistoryRewrittenError(
+                f"the chat template must render the messages that follow, got {refusal or error}; begin a new segment"
+            ) from error
+
+    def _after_turn(
+        self,
+        history: Sequence[Message],
+        turn: Message,
+        new: Sequence[Message],
+        tools: list[Any] | None,
+        started_at: float | None,
+    ) -> str | None:
+        """What follows the assistant's turn, from its close on; None where the turn's end cannot be found."""
+        candidates: list[Mapping[str, Any]] = [{**turn, "content": SENTINEL}]
+        if turn.get("tool_calls"):
+            *calls, last = turn["tool_calls"]
+            holder = last.get("function", last)
+            marked = {**holder, "arguments": {"q": SENTINEL}}
+            last = {**last, "function": marked} if "function" in last else marked
+            candidates.append({**turn, "tool_calls": [*calls, last]})
+        for candidate in candidates:
+            text = self._tokenizer.render_as_is(
+                [*history, candidate, *new],
+                tools,
+                add_generation_prompt=True,
+                template_kwargs=self._kwargs,
+                started_at=started_at,
+            )
+            _, found, after = text.partition(SENTINEL)
+            if not found or SENTINEL in after:
+                continue
+            for offset, control in self._tokenizer.find_control(after):
+                if control in self._tokenizer.boundaries.ends:
+                    return after[offset:]
+            if "tool_calls" not in candidate:
+                return after
+        return None
+
+    def _after_prefix(
+        self,
+        previous: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        table: MaskTable,
+        started_at: float | None,
+    ) -> str:
+        """What the rendering of the whole conversation adds to that of its beginning, from the last close on."""
+        masked = self._tokenizer.mask_messages(previous, table)
+        schemas = self._tokenizer.mask_tools(tools, table)
+        variables: dict[str, Any] = {"template_kwargs": self._kwargs, "started_at": started_at}
+        before = self._tokenizer.render_as_is(masked, schemas, add_generation_prompt=False, **variables)
+        whole = self._tokenizer.render_as_is([*masked, *new], schemas, add_generation_prompt=True, **variables)
+        check_prefix(before, whole)
+        ends = [at for at, text in self._tokenizer.find_control(before) if text in self._tokenizer.boundaries.ends]
+        return whole[ends[-1] :] if ends else whole[len(before) :]
+
+    def _splice_for(self, tool: bool) -> Splice:
+        splice = self._splices.get(tool)
+        if splice is None:
+            splice = self._splices[tool] = self._probe_splice(tool)
+            _logger.debug("template %s: %s", self._tokenizer.template_hash, splice.name)
+        return splice
+
+    def _probe_splice(self, tool: bool) -> Splice:
+        """The cheapest rendering whose result equals that of a long history, with and without tool schemas."""
+        next_user = {"role": "user", "content": NEXT_SENTINEL}
+        cases: list[tuple[Message, list[Message]]] = [(_PLAIN_TURN, [next_user])]
+        if tool:
+            cases = [
+                (calling_message("", "a"), [tool_message(NEXT_SENTINEL)]),
+                (calling_message("x", "a"), [tool_message(NEXT_SENTINEL)]),
+                (
+                    calling_message("", "a", CALL_ID, _SECOND_ID),
+                    [tool_message(NEXT_SENTINEL), tool_message("r2", _SECOND_ID)],
+                ),
+                (calling_message("", "a"), [tool_message(NEXT_SENTINEL), next_user]),
+            ]
+        usable = set(Splice)
+        for turn, new in cases:
+            for tools in (None, [dict(PROBE_TOOL)]):
+                reference = self._long_reference(turn, new, tools)
+                if reference is None:
+                    continue
+                for splice in sorted(usable - {Splice.HISTORY}):
+                    probe_turn = turn if splice == Splice.REAL_TURN else _PLAIN_TURN
+                    schemas = None if splice == Splice.SYNTHETIC else tools
+                    if self._try_after_turn([USER], probe_turn, new, schemas) != reference:
+                        usable.discard(splice)
+        return min(usable)
+
+    def _long_reference(self, turn: Message, new: list[Message], tools: list[Any] | None) -> str | None:
+        for history in _HISTORIES:
+            text = self._try_after_turn(history, turn, new, tools)
+            if text is not None:
+                return text
+        return None
+
+    def _try_after_turn(
+        self, history: Sequence[Message], turn: Message, new: list[Message], tools: list[Any] | None
+    ) -> str | None:
+        try:
+            return self._after_turn(history, turn, new, tools, 0.0)
+        except ChatTemplateError:
+            return None
+
+    @cached_property
+    def generation_prompt(self) -> str:
+        """What the template writes to let the assistant speak; empty where that cannot be told apart."""
+        try:
+            with_prompt, without = (
+                self._tokenizer.render_as_is(
+                    [USER], None, add_generation_prompt=add, template_kwargs=self._kwargs, started_at=0.0
+                )
+                for add in (True, False)
+            )
+        except ChatTemplateError:
+            return ""
+        return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
+
+    @cached_property
+    def generation_prompt_ids(self) -> tuple[int, ...]:
+        """Its ids."""
+        text = self.generation_prompt
+        return (
+            tuple(self._tokenizer.encode_masked(text, MaskTable())) if self._tokenizer.starts_with_control(text) else ()
+        )
+
+    @cached_property
+    def prefill(self) -> str:
+        """The end of the generation prompt that the template does not write before an earlier turn, such as `<think>`."""
+        prompt = self.generation_prompt
+        try:
+            text = self._tokenizer.render_as_is(
+                [USER, _PLAIN_TURN, USER],
+                None,
+                add_generation_prompt=False,
+                template_kwargs=self._kwargs,
+                started_at=0.0,
+            )
+        except ChatTemplateError:
+            return ""
+        before, found, _ = text.partition(SENTINEL)
+        for cut in range(len(prompt), 0, -1) if found else ():
+            if before.endswith(prompt[:cut]):
+                return prompt[cut:]
+        return ""
+
+    @cached_property
+    def reasoning_close(self) -> str:
+        """What the template writes between an assistant's reasoning and its answer."""
+        turn = {"role": "assistant", "content": SENTINEL, "reasoning_content": NEXT_SENTINEL}
+        try:
+            text = self._tokenizer.render_as_is(
+                [USER, turn], None, add_generation_prompt=False, template_kwargs=self._kwargs, started_at=0.0
+            )
+        except ChatTemplateError:
+            text = ""
+        between = text.partition(NEXT_SENTINEL)[2].partition(SENTINEL)
+        return between[0] if between[1] and between[0].strip() else "\n</think>\n\n"
+
+
+def check_prefix(before: str, whole: str) -> None:
+    """Check that one rendering begins with another.
+
+    Raises:
+        HistoryRewrittenError: It does not; the message shows the first differing characters.
+    """
+    if whole.startswith(before):
+        return
+    at = next((i for i, (old, new) in enumerate(zip(before, whole, strict=False)) if old != new), len(whole))
+    raise HistoryRewrittenError(
+        "the rendered conversation must begin with what was rendered before, got a difference at character"
+        f" {at}: {before[at : at + 40]!r} became {whole[at : at + 40]!r}; begin a new segment"
+    )
