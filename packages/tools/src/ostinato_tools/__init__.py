@@ -1,1 +1,68 @@
-"""Tools for language-model agents: typed tools, an executor under policies, and parsers from sampled text to tool calls."""
+"""Tools for language-model agents: typed tools, an executor under policies, and parsers from sampled text to tool calls.
+
+What it is: what an agent may do (`BaseTool`, `function_tool`, `load_tools`), the only way it is done (`ToolExecutor`: state
+per trajectory, deadline, length limit, failure as a value), and how a model's text becomes a call (`get_parser`).
+
+What it is not: it knows no tokens, no model, no engine and no agent loop; messages and schemas are OpenAI-style dicts.
+Ready tools live in `ostinato_tools.calculator` and `ostinato_tools.gsm8k`, fakes for tests in `ostinato_tools.testing`.
+"""
+
+from ostinato_tools.base import BaseTool
+from ostinato_tools.calls import OutcomeKind, ToolCall, ToolOutcome
+from ostinato_tools.errors import (
+    DuplicateToolError,
+    ToolArgumentError,
+    ToolClosedError,
+    ToolConfigError,
+    ToolDefinitionError,
+    ToolError,
+    ToolFileNotFoundError,
+    ToolImportError,
+    ToolInfrastructureError,
+    ToolResultError,
+    ToolRewardError,
+    ToolSchemaError,
+    UnknownParserError,
+    UnknownToolError,
+)
+from ostinato_tools.executor import ToolExecutor, ToolStats
+from ostinato_tools.function import FunctionTool, function_tool
+from ostinato_tools.loading import load_tools
+from ostinato_tools.parsers import HermesParser, ParsedTurn, ToolParser, get_parser
+from ostinato_tools.registry import ToolRegistry
+from ostinato_tools.responses import ToolResponse, TruncateSide
+from ostinato_tools.trajectory import TrajectoryTools
+
+__all__ = [
+    "BaseTool",
+    "DuplicateToolError",
+    "FunctionTool",
+    "HermesParser",
+    "OutcomeKind",
+    "ParsedTurn",
+    "ToolArgumentError",
+    "ToolCall",
+    "ToolClosedError",
+    "ToolConfigError",
+    "ToolDefinitionError",
+    "ToolError",
+    "ToolExecutor",
+    "ToolFileNotFoundError",
+    "ToolImportError",
+    "ToolInfrastructureError",
+    "ToolOutcome",
+    "ToolParser",
+    "ToolRegistry",
+    "ToolResponse",
+    "ToolResultError",
+    "ToolRewardError",
+    "ToolSchemaError",
+    "ToolStats",
+    "TrajectoryTools",
+    "TruncateSide",
+    "UnknownParserError",
+    "UnknownToolError",
+    "function_tool",
+    "get_parser",
+    "load_tools",
+]

@@ -1,0 +1,171 @@
+"""`function_tool`: a plain function as a tool, for what needs no state.
+
+Decorating imports nothing heavy: the schema is made by `transformers.utils.get_json_schema` when it is first asked for,
+or is the author's own. A synchronous function runs off the event loop, an asynchronous one on it.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, overload
+
+from ostinato_tools.errors import ToolDefinitionError, ToolImportError, ToolSchemaError
+from ostinato_tools.schema import check_tool_schema
+from ostinato_tools.threads import run_in_thread
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class FunctionTool:
+    """A function that a model may call. Calling it from Python calls the function itself."""
+
+    def __init__(self, function: Callable, *, name: str | None = None, schema: dict | None = None) -> None:
+        """Make a tool of `function`.
+
+        Args:
+            function: Its parameters must all be reachable by name.
+            name: The tool's name; the function's own, or the schema's, if None.
+            schema: OpenAI-style schema to be used as it is; made from type hints and docstring when needed if None.
+
+        Raises:
+            ToolDefinitionError: the function cannot be a tool.
+            ToolSchemaError: `schema` has the wrong form.
+        """
+        place = place_of(function)
+        self._parameters, self._required = _named_parameters(function, place)
+        own_name = getattr(function, "__name__", type(function).__name__)
+        if schema is not None:
+            schema_name = check_tool_schema(schema, place)
+            if name is not None and name != schema_name:
+                raise ToolDefinitionError(
+                    f"name of {place} must equal the name in its schema, got {name!r} and {schema_name!r}; give one of them"
+                )
+            name = schema_name
+        if name is None and own_name == "<lambda>":
+            raise ToolDefinitionError(
+                f'name of {place} must be given for a lambda, got none; use function_tool("name") or a def'
+            )
+        self.name: str = name or own_name
+        self.function = function
+        self.place = place
+        self._schema = schema
+        self._asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004 - an object whose __call__ is a coroutine function
+        )
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"FunctionTool({self.name!r}, {self.place})"
+
+    def get_openai_tool_schema(self) -> dict:
+        """Return the schema that the model sees; the first call may make it.
+
+        Raises:
+            ToolImportError: the schema must be made and the extra `transformers` is missing.
+            ToolSchemaError: type hints or docstring do not give one.
+        """
+        if self._schema is None:
+            self._schema = self._make_schema()
+        return self._schema
+
+    def argument_problems(self, arguments: dict) -> list[str]:
+        """Return what keeps the function from being called with `arguments`, whatever its schema allows."""
+        if arguments.keys() <= self._parameters and self._required <= arguments.keys():
+            return []
+        problems = [f"{name!r} is not a parameter" for name in arguments if name not in self._parameters]
+        problems += [f"{name!r} is a required property" for name in sorted(self._required - arguments.keys())]
+        return problems
+
+    async def invoke(self, arguments: dict) -> Any:
+        """Call the function by name and return what it returns, not normalised."""
+        if self._asynchronous:
+            return await self.function(**arguments)
+        result = await run_in_thread(functools.partial(self.function, **arguments))
+        return await result if inspect.isawaitable(result) else result
+
+    def _make_schema(self) -> dict:
+        try:
+            from transformers.utils.chat_template_utils import get_json_schema
+        except ImportError as error:
+            raise ToolImportError(
+                f"schema of {self.place} must be given or made by transformers, got neither ({error}); "
+                "pip install 'ostinato-tools[transformers]' or pass schema=..."
+            ) from error
+        try:
+            schema = copy.deepcopy(get_json_schema(self.function))
+        except Exception as error:  # a foreign function over foreign hints: everything it raises means the same here
+            raise ToolSchemaError(
+                f"schema of {self.place} must follow from its type hints and docstring, got: {error}; "
+                "give every parameter a hint and a line under Args:, or pass schema=..."
+            ) from error
+        schema["function"]["name"] = self.name
+        check_tool_schema(schema, self.place)
+        return schema
+
+
+@overload
+def function_tool(function: Callable, /) -> FunctionTool: ...
+@overload
+def function_tool(name: str | None = None, /, *, schema: dict | None = None) -> Callable[[Callable], FunctionTool]: ...
+
+
+def function_tool(
+    function_or_name: Callable | str | None = None, /, *, schema: dict | None = None
+) -> FunctionTool | Callable[[Callable], FunctionTool]:
+    """Make a tool of a function: `@function_tool`, `@function_tool("name")` or `@function_tool(schema=...)`.
+
+    The function may return `str`, `dict`, `ToolResponse`, or `(response, reward)` or `(response, reward, metrics)`.
+
+    Raises:
+        ToolDefinitionError: the function takes `*args`, `**kwargs` or positional-only parameters, or is a generator.
+        ToolSchemaError: `schema` has the wrong form.
+    """
+    if callable(function_or_name):
+        return FunctionTool(function_or_name, schema=schema)
+    if function_or_name is not None and not isinstance(function_or_name, str):
+        raise ToolDefinitionError(
+            f"function_tool must be given a function or a name, got {type(function_or_name).__name__}; "
+            'write @function_tool, @function_tool("name") or @function_tool(schema=...)'
+        )
+    if function_or_name is not None and not function_or_name.strip():
+        raise ToolDefinitionError("name must not be empty, got ''; leave it out to use the function's own")
+    return functools.partial(FunctionTool, name=function_or_name, schema=schema)
+
+
+def place_of(function: Callable) -> str:
+    """Return where `function` was written, for messages: `name (file:line)`."""
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else f"{name} ({function.__class__.__module__})"
+
+
+def _named_parameters(function: Callable, place: str) -> tuple[frozenset[str], frozenset[str]]:
+    if isinstance(function, FunctionTool | type):
+        raise ToolDefinitionError(
+            f"function of {place} must be a plain function, got {type(function).__name__}; "
+            "decorate once, and derive classes from BaseTool"
+        )
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ToolDefinitionError(
+            f"function of {place} must return its result, got a generator; return instead of yield"
+        )
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise ToolDefinitionError(
+            f"function of {place} must have a signature, got {error}; wrap it in a def"
+        ) from error
+    for parameter in parameters.values():
+        if parameter.kind not in _BY_NAME:
+            stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+            kind = "a variable one" if stars else "a positional-only one"
+            raise ToolDefinitionError(
+                f"parameters of {place} must each have a name that the model can fill, got {kind}: "
+                f"{stars}{parameter.name}; name every parameter, or take one list or dict"
+            )
+    required = frozenset(name for name, value in parameters.items() if value.default is inspect.Parameter.empty)
+    return frozenset(parameters), required

@@ -1,0 +1,173 @@
+"""Loading of tools from a YAML file and from a Python file: the one loader for dataset filtering and rollout.
+
+Nothing is registered globally, so loading twice gives two equal registries. A Python file whose text has not changed is
+executed once per process.
+"""
+
+import importlib
+import importlib.util
+import sys
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import yaml
+
+from ostinato_tools.base import BaseTool
+from ostinato_tools.errors import ToolConfigError, ToolError, ToolFileNotFoundError, ToolImportError
+from ostinato_tools.function import FunctionTool
+from ostinato_tools.registry import ToolRegistry
+
+_ENTRY_KEYS = ("class_name", "config", "tool_schema")
+
+
+def load_tools(
+    tool_config_path: str | Path | None = None, function_tool_path: str | Path | None = None
+) -> ToolRegistry:
+    """Load tools from either file, or from both.
+
+    Args:
+        tool_config_path: YAML, `tools: [{class_name, config: {type: native, ...}, tool_schema}]`; `class_name` is the
+            dotted path of a BaseTool subclass (`tool_schema` may be left out where the class brings its own) or of a
+            function tool.
+        function_tool_path: Python file; every function tool that is a global of it, imported ones too.
+
+    Returns:
+        A new registry: first the tools of the YAML file, then those of the Python file, each in the order written.
+
+    Raises:
+        ToolFileNotFoundError: a file does not exist.
+        ToolConfigError: the YAML file does not say what it should, or the Python file holds no tool.
+        ToolImportError: a class or the Python file cannot be imported.
+        DuplicateToolError: two tools have one name; both places are named.
+        ToolSchemaError: a schema is wrong or cannot be made.
+    """
+    registry = ToolRegistry()
+    if tool_config_path is not None:
+        _load_config(_existing(tool_config_path, "tool_config_path"), registry)
+    if function_tool_path is not None:
+        _load_functions(_existing(function_tool_path, "function_tool_path"), registry)
+    return registry
+
+
+def _existing(path: str | Path, key: str) -> Path:
+    full = Path(path).expanduser()
+    if not full.is_file():
+        what = "a directory" if full.is_dir() else "nothing there"
+        raise ToolFileNotFoundError(f"{key} must be an existing file, got {path} ({what}); looked in {full.absolute()}")
+    return full
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML in which a key written twice is an error."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if isinstance(key, str) and key != "<<" and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is written twice", key_node.start_mark
+                )
+            if isinstance(key, str):
+                seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _load_config(path: Path, registry: ToolRegistry) -> None:
+    try:
+        content = yaml.load(path.read_bytes(), Loader=_StrictLoader)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise ToolConfigError(f"{path} must be YAML, got: {error}; correct the file") from error
+    cure = "; write tools: [{class_name: ..., config: {type: native}, tool_schema: {...}}]"
+    if not isinstance(content, dict) or not isinstance(content.get("tools"), list):
+        found = type(content.get("tools") if isinstance(content, dict) else content).__name__
+        raise ToolConfigError(f"{path} must hold a list under the key 'tools', got {found}{cure}")
+    unknown = [key for key in content if key != "tools"]
+    if unknown:
+        raise ToolConfigError(f"{path} must hold the key 'tools' only, got also {unknown}{cure}")
+    for index, entry in enumerate(content["tools"]):
+        _load_entry(entry, f"{path}, tools[{index}]", registry)
+
+
+def _load_entry(entry: Any, place: str, registry: ToolRegistry) -> None:
+    if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
+        raise ToolConfigError(f"{place} must be a mapping with a string class_name, got {entry!r:.200}; add class_name")
+    unknown = [key for key in entry if key not in _ENTRY_KEYS]
+    if unknown:
+        raise ToolConfigError(f"{place} must have no keys but {', '.join(_ENTRY_KEYS)}, got {unknown}; remove them")
+    config = entry.get("config") or {}
+    if not isinstance(config, dict):
+        raise ToolConfigError(
+            f"config of {place} must be a mapping, got {type(config).__name__}; write {{type: native}}"
+        )
+    kind = config.get("type", "native")
+    if kind != "native":
+        raise ToolConfigError(f"config.type of {place} must be 'native', got {kind!r}; other kinds are not supported")
+    found = _import_name(entry["class_name"], place)
+    schema = entry.get("tool_schema")
+    if isinstance(found, FunctionTool):
+        if schema is not None or set(config) - {"type"}:
+            raise ToolConfigError(
+                f"{place} must have neither tool_schema nor config, got one for the function tool {found.name!r}; remove it"
+            )
+        registry.add_function(found, place=place)
+    elif isinstance(found, type) and issubclass(found, BaseTool):
+        registry.add_class(found, config=config, tool_schema=schema, place=place)
+    else:
+        raise ToolConfigError(
+            f"class_name of {place} must name a BaseTool subclass or a function tool, got {entry['class_name']!r}, "
+            f"a {type(found).__name__}; derive it from ostinato_tools.BaseTool"
+        )
+
+
+def _import_name(dotted: str, place: str) -> Any:
+    module_name, _, attribute = dotted.rpartition(".")
+    cure = "write package.module.ClassName of something that `python -c 'import ...'` finds"
+    if not module_name or not all(part.isidentifier() for part in dotted.split(".")):
+        raise ToolImportError(f"class_name of {place} must be a dotted path, got {dotted!r}; {cure}")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing runs foreign code
+        raise ToolImportError(
+            f"class_name of {place} must be importable, got {dotted!r} ({type(error).__name__}: {error}); {cure}"
+        ) from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError as error:
+        raise ToolImportError(
+            f"class_name of {place} must exist, got {dotted!r}, but {module_name} ({module.__file__}) "
+            f"has no {attribute}; {cure}"
+        ) from error
+
+
+def _load_functions(path: Path, registry: ToolRegistry) -> None:
+    found = [value for value in vars(_execute(path)).values() if isinstance(value, FunctionTool)]
+    if not found:
+        raise ToolConfigError(f"{path} must hold a function tool, got none; decorate a function with @function_tool")
+    for tool in dict.fromkeys(found):  # one tool under two global names is one tool
+        registry.add_function(tool, place=f"{path}, {tool.place}")
+
+
+def _execute(path: Path) -> ModuleType:
+    source = path.read_bytes()
+    full = path.resolve()
+    name = f"ostinato_tools_file_{full.stem}_{sha256(bytes(full) + b'/' + source).hexdigest()[:16]}"
+    known = sys.modules.get(name)
+    if known is not None:
+        return known
+    module = ModuleType(name)
+    module.__file__ = str(full)
+    sys.modules[name] = module  # before execution: dataclasses and pickle look their module up
+    try:
+        exec(compile(source, str(full), "exec"), module.__dict__)
+    except ToolError:
+        del sys.modules[name]
+        raise
+    except Exception as error:  # the user's file: whatever it raises, there are no tools in it
+        del sys.modules[name]
+        raise ToolImportError(
+            f"{path} must run as Python, got {type(error).__name__}: {error}; see what `python {path}` says"
+        ) from error
+    return module

@@ -1,0 +1,10 @@
+"""Parsers: from the text that a model sampled to content, reasoning, calls and errors. They run nothing.
+
+They work on text from any engine and know neither tokens nor tools' code. Text must be decoded with its special tokens kept.
+"""
+
+from ostinato_tools.parsers.base import ParsedTurn, ToolParser
+from ostinato_tools.parsers.hermes import HermesParser
+from ostinato_tools.parsers.lookup import PARSERS, get_parser
+
+__all__ = ["PARSERS", "HermesParser", "ParsedTurn", "ToolParser", "get_parser"]

@@ -1,0 +1,64 @@
+"""What every parser gives, and what every parser is."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from ostinato_tools.calls import ToolCall
+
+
+class ParsedTurn(msgspec.Struct, frozen=True):
+    """An assistant turn, taken apart."""
+
+    content: str
+    """What is neither reasoning nor a call."""
+    reasoning: str | None
+    """The reasoning; None where there was none."""
+    tool_calls: tuple[ToolCall, ...]
+    """Calls in order, malformed ones among them (they carry an `error`); drafts inside reasoning are not calls."""
+    errors: tuple[str, ...]
+    """What is wrong with the turn and belongs to no call: an unclosed call or reasoning, a closing tag without an opening."""
+
+
+class ToolParser(Protocol):
+    """A format in which models write calls. Takes linear time on any text and raises for none."""
+
+    name: str
+    """The name under which `get_parser` knows it."""
+    stop_tokens: tuple[str, ...]
+    """Tokens, as text, that must end generation besides the template's own; empty where there are none."""
+
+    def parse(
+        self,
+        text: str,
+        tools: Sequence[dict] | None = None,
+        *,
+        id_prefix: str = "call_",
+        end_tokens: Sequence[str] = (),
+        in_reasoning: bool = False,
+    ) -> ParsedTurn:
+        """Take a turn apart.
+
+        Args:
+            text: The sampled text, special tokens included.
+            tools: OpenAI-style schemas, for formats whose arguments carry no types.
+            id_prefix: Call ids are this and a number from 0; give each turn of a trajectory its own.
+            end_tokens: Tokens, as text, that are taken off the end.
+            in_reasoning: The prompt ended inside reasoning, so the text begins there.
+        """
+        ...
+
+
+def strip_end_tokens(text: str, end_tokens: Sequence[str]) -> str:
+    """Take end tokens, and white space after them, off the end of `text`; without an end token it stays as it is."""
+    end = len(text)
+    cut = end
+    while True:
+        while end > 0 and text[end - 1].isspace():
+            end -= 1
+        token = next((token for token in end_tokens if token and text.endswith(token, 0, end)), None)
+        if token is None:
+            return text[:cut]
+        end -= len(token)
+        cut = end

@@ -1,0 +1,24 @@
+"""Parsers by name."""
+
+from collections.abc import Callable
+
+from ostinato_tools.errors import UnknownParserError
+from ostinato_tools.parsers.base import ToolParser
+from ostinato_tools.parsers.hermes import HermesParser
+
+PARSERS: dict[str, Callable[[], ToolParser]] = {"hermes": HermesParser}
+"""Name to factory. Add a format of your own here, or pass your parser object directly where a parser is taken."""
+
+
+def get_parser(name: str) -> ToolParser:
+    """Return a parser of the format `name`.
+
+    Raises:
+        UnknownParserError: the format is not known.
+    """
+    factory = PARSERS.get(name)
+    if factory is None:
+        raise UnknownParserError(
+            f"parser must be one of {', '.join(sorted(PARSERS))}, got {name!r}; correct the format"
+        )
+    return factory()

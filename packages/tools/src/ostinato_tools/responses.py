@@ -1,0 +1,162 @@
+"""What a tool gives back, in one shape whatever its author returned, and how a long text is cut.
+
+Media values pass through untouched; text is text and is never interpreted.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from ostinato_tools.errors import ToolConfigError, ToolResultError
+
+
+class ToolResponse(msgspec.Struct):
+    """What a tool shows to the model.
+
+    Raises:
+        ToolResultError: `text` is not a string, or `image` or `video` is not a list.
+    """
+
+    text: str | None = None
+    """Text for the model; None and no media is an empty text."""
+    image: list | None = None
+    """Images, passed on untouched."""
+    video: list | None = None
+    """Videos, passed on untouched."""
+
+    def __post_init__(self) -> None:
+        if self.text is not None and not isinstance(self.text, str):
+            raise ToolResultError(
+                f"text must be a string or None, got {type(self.text).__name__}; convert it with str() or json.dumps()"
+            )
+        for name in ("image", "video"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, list):
+                raise ToolResultError(f"{name} must be a list, got {type(value).__name__}; put one value in a list")
+
+
+class TruncateSide(StrEnum):
+    """The side of a long text that is cut off."""
+
+    LEFT = "left"
+    RIGHT = "right"
+    MIDDLE = "middle"
+
+
+def as_truncate_side(value: str) -> TruncateSide:
+    """Return the side that `value` names.
+
+    Raises:
+        ToolConfigError: it names none.
+    """
+    try:
+        return TruncateSide(value)
+    except ValueError:
+        raise ToolConfigError(
+            f"truncate_side must be one of left, right, middle, got {value!r}; it names the side that is cut off"
+        ) from None
+
+
+def truncate(text: str, max_length: int | None, side: TruncateSide) -> str:
+    """Keep `max_length` characters of `text` and mark the place of the cut.
+
+    Args:
+        text: Any text.
+        max_length: Characters of `text` to keep, not counting the mark; None keeps all of it.
+        side: The side that is cut off. For `MIDDLE` the head is the longer half by one where `max_length` is odd.
+
+    Returns:
+        `text` itself where it is short enough.
+    """
+    if max_length is None or len(text) <= max_length:
+        return text
+    if side is TruncateSide.LEFT:
+        return "(truncated)..." + text[len(text) - max_length :]
+    if side is TruncateSide.RIGHT:
+        return text[:max_length] + "...(truncated)"
+    tail = max_length // 2
+    return text[: max_length - tail] + "...(truncated)..." + text[len(text) - tail :]
+
+
+def normalize_result(result: Any) -> tuple[ToolResponse, float, dict]:
+    """Bring what a tool returned into the shape `(response, reward, metrics)`.
+
+    Args:
+        result: `str`, `dict` (shown as JSON), `ToolResponse`, or a tuple `(response, reward)` or
+            `(response, reward, metrics)` of one of them; reward None counts as 0.0, metrics None as empty.
+
+    Raises:
+        ToolResultError: it is anything else, the reward is not a finite number, or metrics is not a mapping.
+    """
+    reward: Any = None
+    metrics: Any = None
+    response = result
+    if isinstance(result, tuple):
+        if len(result) == 2:
+            response, reward = result
+        elif len(result) == 3:
+            response, reward, metrics = result
+        else:
+            raise ToolResultError(
+                "a tuple returned by a tool must be (response, reward) or (response, reward, metrics), "
+                f"got {len(result)} items; return str, dict or ToolResponse where there is no reward"
+            )
+    return _as_response(response), _as_reward(reward), _as_metrics(metrics)
+
+
+def _as_response(value: Any) -> ToolResponse:
+    if isinstance(value, str):
+        response = ToolResponse(text=value)
+    elif isinstance(value, ToolResponse):
+        value.__post_init__()  # fields can be assigned after construction
+        response = value
+    elif isinstance(value, dict):
+        try:
+            response = ToolResponse(text=json.dumps(value, ensure_ascii=False, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ToolResultError(
+                f"a dict returned by a tool must be JSON, got one that is not ({error}); convert its values first"
+            ) from error
+    else:
+        raise ToolResultError(
+            f"a tool must return str, dict, ToolResponse or (response, reward[, metrics]), got {type(value).__name__}; "
+            "convert the value with str() or put it in a dict"
+        )
+    if response.text is not None and not response.text.isascii():
+        try:
+            response.text.encode()
+        except UnicodeEncodeError as error:
+            raise ToolResultError(
+                f"text must be valid Unicode, got a lone surrogate at character {error.start}; "
+                'decode bytes with errors="replace"'
+            ) from error
+    return response
+
+
+def _as_reward(value: Any) -> float:
+    if value is None:
+        return 0.0
+    try:
+        reward = float(value) if not isinstance(value, str) else math.nan
+    except (TypeError, ValueError, OverflowError):
+        reward = math.nan
+    if not math.isfinite(reward):
+        raise ToolResultError(f"reward must be a finite number or None, got {_short(value)}; return a float")
+    return reward
+
+
+def _as_metrics(value: Any) -> dict:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ToolResultError(f"metrics must be a dict or None, got {type(value).__name__}; return a dict")
+    return dict(value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,183 @@
+"""Tool schemas: carried whole, checked once, and compiled once into a validator of arguments.
+
+A schema is the author's dict and stays it: unknown keywords, nested objects, `anyOf`, `$defs` and defaults reach the
+prompt as they were written. Validation never converts a value ("5" is not 5) and never fetches anything.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Any
+
+from ostinato_tools.errors import ToolSchemaError
+
+_MAX_ERRORS = 3
+_CHECKERS: dict[str, frozenset[type]] = {
+    "string": frozenset({str}),
+    "integer": frozenset({int}),
+    "number": frozenset({int, float}),
+    "boolean": frozenset({bool}),
+    "null": frozenset({type(None)}),
+}
+_PLAIN_OBJECT = frozenset({"type", "properties", "required", "additionalProperties", "description", "title"})
+_PLAIN_PROPERTY = frozenset({"type", "description", "title", "default", "nullable", "examples"})
+_LITERAL_KEYWORDS = frozenset({"const", "default", "enum", "examples"})
+
+
+def check_tool_schema(schema: Any, place: str) -> str:
+    """Check the outer form of an OpenAI-style tool schema.
+
+    Args:
+        schema: `{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}`.
+        place: Where it was written, for the message.
+
+    Returns:
+        The tool's name.
+
+    Raises:
+        ToolSchemaError: the form is wrong or the schema is not JSON.
+    """
+    cure = '; write {"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
+    if not isinstance(schema, dict):
+        raise ToolSchemaError(f"tool_schema of {place} must be a mapping, got {type(schema).__name__}{cure}")
+    if schema.get("type") != "function":
+        raise ToolSchemaError(f"tool_schema.type of {place} must be 'function', got {schema.get('type')!r}{cure}")
+    function = schema.get("function")
+    if not isinstance(function, dict):
+        raise ToolSchemaError(f"tool_schema.function of {place} must be a mapping, got {type(function).__name__}{cure}")
+    name = function.get("name")
+    if not isinstance(name, str) or not name.strip() or name != name.strip():
+        raise ToolSchemaError(f"tool_schema.function.name of {place} must be a plain name, got {name!r}{cure}")
+    if not isinstance(function.get("parameters", {}), dict):
+        raise ToolSchemaError(
+            f"tool_schema.function.parameters of {place} must be a mapping, "
+            f"got {type(function['parameters']).__name__}{cure}"
+        )
+    try:
+        json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ToolSchemaError(f"tool_schema of {place} must be JSON, got one that is not ({error}){cure}") from error
+    return name
+
+
+def tool_name(schema: Mapping) -> str:
+    """Return the name inside an OpenAI-style tool schema."""
+    return schema["function"]["name"]
+
+
+def compile_validator(schema: Mapping, place: str) -> Callable[[dict], list[str]]:
+    """Compile the `parameters` of a tool schema.
+
+    Args:
+        schema: A tool schema that `check_tool_schema` accepted.
+        place: Where it was written, for the message.
+
+    Returns:
+        A function from arguments to at most three sentences on what is wrong with them; none means valid.
+
+    Raises:
+        ToolSchemaError: `parameters` is no valid JSON schema, or a `$ref` leads nowhere.
+    """
+    import jsonschema
+    from referencing import Registry
+
+    parameters = schema["function"].get("parameters", {})
+    validator_class = _nullable_validator_class()
+    try:
+        validator_class.check_schema(parameters)
+    except jsonschema.SchemaError as error:
+        where = ".".join(str(part) for part in error.absolute_path) or "its root"
+        raise ToolSchemaError(
+            f"parameters of {place} must be a valid JSON schema, got a fault at {where}: {error.message}; "
+            "see https://json-schema.org/draft/2020-12"
+        ) from error
+    registry: Any = Registry()  # an empty one: a remote `$ref` is an error, never a download
+    validator = validator_class(parameters, registry=registry)
+    _check_references(validator, parameters, place)
+    accepts = _plain_check(parameters)
+
+    def problems(arguments: dict) -> list[str]:
+        if accepts is not None and accepts(arguments):
+            return []
+        try:
+            return [_sentence(error) for error in islice(validator.iter_errors(arguments), _MAX_ERRORS)]
+        except RecursionError:
+            return ["the arguments are nested too deeply"]
+
+    return problems
+
+
+_VALIDATOR_CLASS: Any = None
+
+
+def _nullable_validator_class() -> Any:
+    """JSON schema 2020-12 that also knows OpenAPI's `nullable`, which `get_json_schema` writes for `X | None`."""
+    global _VALIDATOR_CLASS
+    if _VALIDATOR_CLASS is None:
+        from jsonschema import Draft202012Validator, validators
+
+        def unless_null(keyword: Callable) -> Callable:
+            def check(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
+                if instance is None and schema.get("nullable") is True:
+                    return
+                yield from keyword(validator, value, instance, schema) or ()
+
+            return check
+
+        known = Draft202012Validator.VALIDATORS
+        changed = {name: unless_null(known[name]) for name in ("type", "enum", "const", "anyOf", "oneOf", "allOf")}
+        _VALIDATOR_CLASS = validators.extend(Draft202012Validator, changed)
+    return _VALIDATOR_CLASS
+
+
+def _check_references(validator: Any, parameters: Mapping, place: str) -> None:
+    from referencing.exceptions import Unresolvable
+
+    resolver = validator._resolver  # the one that validation itself will use
+    waiting: list[Any] = [parameters]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting.extend(node)
+        elif isinstance(node, dict):
+            reference = node.get("$ref")
+            if isinstance(reference, str):
+                try:
+                    resolver.lookup(reference)
+                except Unresolvable as error:
+                    raise ToolSchemaError(
+                        f"$ref of {place} must point into the parameters themselves, got {reference!r}; "
+                        "put the definition under parameters.$defs"
+                    ) from error
+            waiting.extend(value for key, value in node.items() if key not in _LITERAL_KEYWORDS)
+
+
+def _plain_check(parameters: Mapping) -> Callable[[dict], bool] | None:
+    """For flat schemas, a check that accepts without the general validator; what it does not accept is not yet wrong."""
+    properties = parameters.get("properties", {})
+    if parameters.get("type") != "object" or not parameters.keys() <= _PLAIN_OBJECT:
+        return None
+    allowed: dict[str, frozenset[type]] = {}
+    for name, schema in properties.items():
+        if not isinstance(schema, dict) or not schema.keys() <= _PLAIN_PROPERTY:
+            continue
+        kinds = schema.get("type")
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        if not isinstance(kinds, list) or not all(kind in _CHECKERS for kind in kinds):
+            continue
+        allowed[name] = frozenset().union(*(_CHECKERS[kind] for kind in kinds))
+    required = frozenset(parameters.get("required", ()))
+
+    def accepts(arguments: dict) -> bool:
+        for name, value in arguments.items():
+            types = allowed.get(name)
+            if types is None or type(value) not in types:
+                return False
+        return required <= arguments.keys()
+
+    return accepts
+
+
+def _sentence(error: Any) -> str:
+    where = ".".join(str(part) for part in error.absolute_path)
+    return f"{where}: {error.message}" if where else error.message
