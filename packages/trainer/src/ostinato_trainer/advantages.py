@@ -66,7 +66,8 @@ def advantage_estimator(name: str) -> AdvantageEstimator:
     known = ", ".join(sorted(_estimators))
     if name in _NEEDS_CRITIC:
         raise AlgorithmError(
-            f"adv_estimator must be one of {known}, got {name!r}, which needs a critic, which this version does not have; use grpo"
+            f"adv_estimator must be one of {known}, got {name!r}: it needs a critic, which this version does not have; "
+            "use grpo or rloo"
         )
     raise AlgorithmError(f"adv_estimator must be one of {known}, got {name!r}; choose one of them or register your own")
 
@@ -81,8 +82,8 @@ def with_advantages(batch: Batch, name: str, options: AdvantageOptions | None = 
     advantages = advantage_estimator(name)(batch, options or AdvantageOptions())
     if advantages.shape != batch.loss_mask.shape or not bool(torch.isfinite(advantages[batch.loss_mask]).all()):
         raise BatchError(
-            f"advantages of {name!r} must be one finite number a token ({batch.num_tokens}), got shape {list(advantages.shape)} "
-            "or a number that is not finite; fix the estimator"
+            f"advantages of {name!r} must be one finite number a token ({batch.num_tokens}), "
+            f"got shape {list(advantages.shape)} or a number that is not finite; fix the estimator"
         )
     return batch.with_columns(advantages=torch.where(batch.loss_mask, advantages, 0.0))
 
@@ -153,8 +154,8 @@ def _grouped(rewards: Tensor, group_index: Tensor) -> tuple[Tensor, Tensor, Tens
     several is flat."""
     if rewards.ndim != 1 or rewards.shape != group_index.shape:
         raise BatchError(
-            f"rewards and group_index must be vectors of one length, got {list(rewards.shape)} and {list(group_index.shape)}; "
-            "give one entry a trajectory"
+            f"rewards and group_index must be vectors of one length, "
+            f"got {list(rewards.shape)} and {list(group_index.shape)}; give one entry a trajectory"
         )
     if not bool(torch.isfinite(rewards).all()):
         raise BatchError(

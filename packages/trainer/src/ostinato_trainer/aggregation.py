@@ -91,7 +91,8 @@ def aggregate(token_losses: Tensor, batch: Batch) -> Tensor:
     weights = batch.loss_weights
     if weights is None:
         raise BatchError(
-            "loss_weights must be set before the loss, got None; call with_loss_weights on the mini-batch before splitting it"
+            "loss_weights must be set before the loss, got None; "
+            "call with_loss_weights on the mini-batch before splitting it"
         )
     kept = torch.where(batch.loss_mask, token_losses, 0.0)
     return (kept * weights.to(kept.dtype)).sum()

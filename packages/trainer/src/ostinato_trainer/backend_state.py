@@ -81,12 +81,16 @@ def check_matches(directory: str | Path, found: Mapping[str, Tensor], expected: 
         CheckpointError: one is missing, unexpected or of another shape; the message names the first.
     """
     for name in [*expected, *(set(found) - set(expected))]:
-        shape = tuple(found[name].shape) if name in found else "nothing"
+        shape = tuple(found[name].shape) if name in found else None
         if name not in expected or shape != expected[name]:
             raise CheckpointError(
-                f"checkpoint must fit the model: {name} must be {list(expected[name]) if name in expected else 'absent'}, "
-                f"got {list(shape) if name in found else shape} in {directory}; resume with the model that was saved"
+                f"checkpoint must fit the model: {name} must be {_shape_of(expected.get(name))}, "
+                f"got {_shape_of(shape)} in {directory}; resume with the model that was saved"
             )
+
+
+def _shape_of(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else f"of shape {list(shape)}"
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -91,7 +91,8 @@ class Batch:
                 )
         if self.rewards.shape != (len(self.trajectory_ids),):
             raise BatchError(
-                f"rewards must have shape [{len(self.trajectory_ids)}], one entry a trajectory, got {list(self.rewards.shape)}"
+                f"rewards must have shape [{len(self.trajectory_ids)}], one entry a trajectory, "
+                f"got {list(self.rewards.shape)}; recompute them"
             )
 
     @classmethod

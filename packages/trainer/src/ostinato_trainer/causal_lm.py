@@ -185,7 +185,8 @@ def load_causal_lm(path: str | Path, *, dtype: torch.dtype, device: torch.device
             "no such folder" if not folder.exists() else "a folder without config.json" if folder.is_dir() else "a file"
         )
         raise BackendError(
-            f"model path must be a Hugging Face model folder or a hub id, got {str(path)!r} ({found}); fix actor_rollout_ref.model.path"
+            f"model path must be a Hugging Face model folder or a hub id, got {str(path)!r} ({found}); "
+            "fix actor_rollout_ref.model.path"
         )
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(str(folder) if looks_local else str(path), dtype=dtype)
@@ -194,6 +195,7 @@ def load_causal_lm(path: str | Path, *, dtype: torch.dtype, device: torch.device
     ) as error:  # transformers, huggingface_hub and safetensors each raise their own: here they become one message
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BackendError(
-            f"model path must hold a causal language model, got {str(path)!r}: {reason}; check actor_rollout_ref.model.path"
+            f"model path must hold a causal language model, got {str(path)!r}: {reason}; "
+            "check actor_rollout_ref.model.path"
         ) from error
     return model.to(device)

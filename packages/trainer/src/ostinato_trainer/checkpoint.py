@@ -1,9 +1,9 @@
-"""`CheckpointStore`: directories of checkpoints that are there whole or not at all.
+"""`CheckpointManager`: directories of checkpoints that are there whole or not at all.
 
 Invariant: at every moment, a kill included, each `global_step_N` below the root is complete, and
 `latest_checkpointed_iteration.txt` names one of them if there is any. A checkpoint is written to a hidden sibling,
-flushed to the disk, and renamed; what a crash leaves behind is hidden, and removed when the store is opened again.
-One run owns a root. The store does not know what is in a checkpoint.
+flushed to the disk, and renamed; what a crash leaves behind is hidden, and removed when the root is opened again.
+One run owns a root. The manager does not know what is in a checkpoint.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Inventory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: str = "ostinato-checkpoint-1"
 
 
-class CheckpointStore:
+class CheckpointManager:
     """Checkpoints of one run below one root."""
 
     def __init__(self, root: str | Path, *, max_to_keep: int | None = None) -> None:
-        """Opens the store and removes what an earlier crash left behind. The root is made with the first checkpoint.
+        """Opens the root and removes what an earlier crash left behind. The root is made with the first checkpoint.
 
         Args:
             root: `trainer.default_local_dir`.
@@ -193,7 +193,10 @@ class CheckpointStore:
         cure = "earlier checkpoints are unharmed"
         if self.root.is_dir():
             free = shutil.disk_usage(self.root).free
-            cure = f"{free / 2**20:.0f} MiB are free there; make room, fix permissions or choose another trainer.default_local_dir; {cure}"
+            cure = (
+                f"{free / 2**20:.0f} MiB are free there; make room, fix permissions or choose another "
+                f"trainer.default_local_dir; {cure}"
+            )
         return CheckpointError(f"checkpoint of step {step} must be written below {self.root}, but: {reason}; {cure}")
 
 

@@ -321,7 +321,8 @@ def _check_options(options: LocalBackendOptions) -> None:
 def _check_temperature(temperature: float) -> None:
     if not 0 < temperature < math.inf:
         raise BackendError(
-            f"temperature must be above 0, got {temperature}; greedy samples cannot be trained on, set rollout.temperature=1"
+            f"temperature must be above 0, got {temperature}; "
+            "greedy samples cannot be trained on, set rollout.temperature=1"
         )
 
 

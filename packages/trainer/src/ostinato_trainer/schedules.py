@@ -32,8 +32,8 @@ def check_schedule(schedule: str, *, warmup_steps: int, total_steps: int | None)
         raise BackendError(f"lr_warmup_steps must be at least 0, got {warmup_steps}; 0 starts at the full rate")
     if kind is not LrSchedule.CONSTANT and (total_steps is None or total_steps < max(1, warmup_steps)):
         raise BackendError(
-            f"total_steps must be at least lr_warmup_steps ({warmup_steps}) and 1 for lr_scheduler_type={kind}, got {total_steps}; "
-            "set trainer.total_training_steps or use constant"
+            f"total_steps must be at least lr_warmup_steps ({warmup_steps}) and 1 for lr_scheduler_type={kind}, "
+            f"got {total_steps}; set trainer.total_training_steps or use constant"
         )
     return kind
 
