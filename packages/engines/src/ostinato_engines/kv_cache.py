@@ -50,10 +50,11 @@ class _SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         window = self._owner.window
-        assert window is not None and self.keys is not None and self.values is not None
+        assert window is not None
         return self._store(self.keys, key_states, window), self._store(self.values, value_states, window)
 
-    def _store(self, states: Tensor, new: Tensor, window: Window) -> Tensor:
+    def _store(self, states: Tensor | None, new: Tensor, window: Window) -> Tensor:
+        assert states is not None
         if window.write_columns is None:
             assert window.start is not None
             states[window.rows, :, window.start : window.start + new.shape[2]] = new
@@ -65,8 +66,8 @@ class _SlotLayer(CacheLayerMixin):
     def resize(self, rows: int, capacity: int) -> None:
         if not self.is_initialized:
             return
-        assert self.keys is not None and self.values is not None
-        self.keys, self.values = (_grown(states, rows, capacity) for states in (self.keys, self.values))
+        self.keys = _grown(self.keys, rows, capacity)
+        self.values = _grown(self.values, rows, capacity)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         window = self._owner.window
@@ -83,7 +84,8 @@ class _SlotLayer(CacheLayerMixin):
         return -1
 
 
-def _grown(states: Tensor, rows: int, capacity: int) -> Tensor:
+def _grown(states: Tensor | None, rows: int, capacity: int) -> Tensor:
+    assert states is not None
     old_rows, heads, old_capacity, width = states.shape
     grown = states.new_zeros((rows, heads, capacity, width))
     grown[:old_rows, :, :old_capacity] = states
@@ -97,19 +99,20 @@ class SlotCache(Cache):
         self.num_rows = 0
         self.capacity = 0
         self.window: Window | None = None
-        super().__init__(layers=[_SlotLayer(self) for _ in range(num_layers)])
+        self._slot_layers = [_SlotLayer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self._slot_layers))
 
     def reserve(self, rows: int, capacity: int) -> None:
         """Grows to at least so many rows and positions; what is stored stays."""
         rows, capacity = max(rows, self.num_rows), max(capacity, self.capacity)
         if (rows, capacity) != (self.num_rows, self.capacity):
             self.num_rows, self.capacity = rows, capacity
-            for layer in self.layers:
-                layer.resize(rows, capacity)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+            for layer in self._slot_layers:
+                layer.resize(rows, capacity)
 
     def exchange(self, first: int, second: int, first_length: int, second_length: int) -> None:
         """Swaps two rows, of which only so many positions matter."""
-        for layer in self.layers:
+        for layer in self._slot_layers:
             if not layer.is_initialized:
                 continue
             for states in (layer.keys, layer.values):
@@ -124,7 +127,7 @@ class SlotCache(Cache):
         """Frees all memory."""
         self.num_rows = self.capacity = 0
         self.window = None
-        for layer in self.layers:
+        for layer in self._slot_layers:
             layer.keys = layer.values = None
             layer.is_initialized = False
 
@@ -133,7 +136,7 @@ class SlotCache(Cache):
         """Bytes held by all layers."""
         return sum(
             states.numel() * states.element_size()
-            for layer in self.layers
+            for layer in self._slot_layers
             for states in (layer.keys, layer.values)
             if isinstance(states, torch.Tensor)
         )

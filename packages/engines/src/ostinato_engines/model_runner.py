@@ -28,17 +28,19 @@ def load_model(model: "str | Path | PreTrainedModel", *, device: str, dtype: str
     """
     if dtype not in DTYPES:
         raise EngineInputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; use float32 on a CPU")
-    if not isinstance(model, PreTrainedModel):
+    if isinstance(model, PreTrainedModel):
+        loaded = model
+    else:
         source = str(model)
         try:
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
+            loaded = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise EngineLoadError(
                 f"model must be a causal language model in the Hugging Face format, got {source!r} "
                 f"({type(error).__name__}: {error}); check the path and its config.json"
             ) from error
-    model = model.to(device=device, dtype=DTYPES[dtype])  # pyright: ignore[reportCallIssue, reportArgumentType]
-    return model.eval().requires_grad_(False)
+    torch.nn.Module.to(loaded, device=device, dtype=DTYPES[dtype])
+    return loaded.eval().requires_grad_(False)
 
 
 def check_architecture(model: PreTrainedModel, max_model_len: int) -> None:
@@ -83,6 +85,12 @@ def max_length_of(model: PreTrainedModel, asked: int | None) -> int:
     return int(asked if asked is not None else known)  # pyright: ignore[reportArgumentType]
 
 
+def _vocab_size(model: PreTrainedModel) -> int:
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return int(weight.shape[0])
+
+
 class ModelRunner:
     """Runs forwards through the slot cache and samples from their logits."""
 
@@ -96,9 +104,11 @@ class ModelRunner:
             attention = "sdpa"
         self._bool_mask = attention == "sdpa"
         self.cache = SlotCache(int(model.config.get_text_config().num_hidden_layers))
-        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])  # pyright: ignore[reportArgumentType]
+        self.vocab_size = _vocab_size(model)
         self._last: Tensor | None = None
-        self._hook = model.get_output_embeddings().register_forward_pre_hook(self._keep_last_positions)
+        output_embeddings = model.get_output_embeddings()
+        assert output_embeddings is not None
+        self._hook = output_embeddings.register_forward_pre_hook(self._keep_last_positions)
         self._columns = torch.arange(0, device=self.device)
 
     def close(self) -> None:

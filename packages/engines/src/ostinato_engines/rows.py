@@ -187,8 +187,8 @@ class RowTable:
             kept = array[first].copy()
             array[first] = array[second]
             array[second] = kept
-        for values in (self.requests, self.owners):
-            values[first], values[second] = values[second], values[first]
+        self.requests[first], self.requests[second] = self.requests[second], self.requests[first]
+        self.owners[first], self.owners[second] = self.owners[second], self.owners[first]
         for row in (first, second):
             if (owner := self.owners[row]) is not None:
                 self.row_of[owner] = row

@@ -121,7 +121,7 @@ def _draw(logprobs: Tensor, uniform: np.ndarray) -> tuple[Tensor, Tensor]:
 def _draw_filtered(scaled: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     """top_k, then top_p on what is left, then min_p; ties fall to the lower id; the most probable token always stays."""
     device = scaled.device
-    ordered, ids = scaled.sort(-1, descending=True, stable=True)
+    ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[-1], device=device)
     top_k = torch.from_numpy(np.where(rows.top_k > 0, rows.top_k, scaled.shape[-1])).to(device)[:, None]
     ordered = ordered.masked_fill(rank >= top_k, -torch.inf)

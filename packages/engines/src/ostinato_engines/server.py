@@ -73,10 +73,10 @@ class AsyncServerBase(ABC):
     async def chat_completion(self, raw_request: Any) -> Any:
         """Answers an OpenAI-style chat request (a mapping) with an OpenAI-style response."""
 
-    async def start(self) -> None:
+    async def start(self) -> None:  # noqa: B027  a default, not abstract
         """Loads what the engine needs; by default there is nothing to load."""
 
-    async def shutdown(self) -> None:
+    async def shutdown(self) -> None:  # noqa: B027  a default, not abstract
         """Ends the engine; requests in flight fail with `EngineClosedError`. By default there is nothing to end."""
 
     async def __aenter__(self) -> Self:
@@ -86,7 +86,7 @@ class AsyncServerBase(ABC):
     async def __aexit__(self, *exc_info: object) -> None:
         await self.shutdown()
 
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:  # noqa: B027  a default, not abstract
         """Undoes `sleep`, wholly or for "weights" or "kv_cache"; an engine that never sleeps is awake."""
 
     async def sleep(self, level: int = 1) -> None:
@@ -97,7 +97,7 @@ class AsyncServerBase(ABC):
         """Stops sampling; returns once nothing is being computed. Requests that come meanwhile wait for `resume`."""
         raise UnsupportedError(f"{self._name} cannot pause; wait until its requests have ended")
 
-    async def resume(self) -> None:
+    async def resume(self) -> None:  # noqa: B027  a default, not abstract
         """Undoes `pause`; an engine that never pauses has nothing to resume."""
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
@@ -126,7 +126,7 @@ class AsyncServerBase(ABC):
         """What this engine can do; by default nothing is claimed."""
         return Capabilities(engine=type(self).__name__)
 
-    async def release(self, request_id: str) -> None:
+    async def release(self, request_id: str) -> None:  # noqa: B027  a default, not abstract
         """The conversation is over: its state may be freed. Unknown ids are fine."""
 
     def refuse_media(self, media: Sequence[Any]) -> None:

@@ -243,14 +243,13 @@ class WeightManifest(msgspec.Struct, frozen=True):
             )
 
     @classmethod
-    def from_tensors(cls, version: int, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> "WeightManifest":
+    def from_tensors(cls, version: int, tensors: Iterable[tuple[str, Any]]) -> "WeightManifest":
         """Describes named torch tensors (or anything with `shape` and `dtype`) without holding on to them."""
-        pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
         return cls(
             version,
             tuple(
                 TensorSpec(name, tuple(int(size) for size in tensor.shape), str(tensor.dtype).removeprefix("torch."))
-                for name, tensor in pairs
+                for name, tensor in tensors
             ),
         )
 
