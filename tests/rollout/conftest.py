@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
+
 from ostinato_engines import AsyncServerBase, PolicySpan, SamplingParams, StopReason, TokenOutput
+from ostinato_engines.testing import ScriptedServer
+from ostinato_rollout import LLMServerClient
 
 
 class StubServer(AsyncServerBase):
@@ -29,7 +33,11 @@ class StubServer(AsyncServerBase):
         try:
             if self.gate is not None:
                 await self.gate.wait()
-            answer = self.answers.pop(0) if self.answers else TokenOutput([self.stop_id], [-0.5], StopReason.STOP, self.stop_id)
+            answer = (
+                self.answers.pop(0)
+                if self.answers
+                else TokenOutput([self.stop_id], [-0.5], StopReason.STOP, self.stop_id)
+            )
             if isinstance(answer, BaseException):
                 raise answer
             return answer
@@ -83,5 +91,39 @@ def output():
             stop,
             policy_versions=(PolicySpan(0, version),),
         )
+
+    return make
+
+
+@pytest.fixture
+def tokenizer():
+    """A real, tiny chat tokenizer."""
+    from ostinato_tokenization.testing import tiny_chat_tokenizer
+
+    return tiny_chat_tokenizer()
+
+
+@pytest.fixture
+def sampled(tokenizer):
+    """Turns text into ids as a model would sample them: control tokens in the text are control tokens."""
+    pattern = re.compile(r"(<\|im_start\|>|<\|im_end\|>|<\|endoftext\|>|</?tool_call>|</?tool_response>)")
+
+    def encode(text):
+        ids = []
+        for piece in filter(None, pattern.split(text)):
+            token_id = tokenizer.token_id(piece) if pattern.fullmatch(piece) else None
+            ids += tokenizer.encode_text(piece) if token_id is None else [token_id]
+        return ids
+
+    return encode
+
+
+@pytest.fixture
+def scripted(sampled):
+    """Makes a client over one server that samples the given texts (or ids, outputs, errors), one per request."""
+
+    def make(replies, **options):
+        server = ScriptedServer(replies, encode=sampled, **options)
+        return LLMServerClient([server]), server
 
     return make

@@ -8,6 +8,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from ostinato_engines import PolicySpan, SamplingParams, SamplingParamsError, StopReason, TokenOutput
 from ostinato_rollout import (
     LeastInFlight,
@@ -63,7 +64,9 @@ async def test_counters_return_to_zero_after_errors_and_cancellations(stub_serve
     client = LLMServerClient(servers)
     for server in servers:
         server.gate = asyncio.Event()
-        server.answers = [RuntimeError("broken") if index % 2 else TokenOutput([5], [-1.0], StopReason.STOP) for index in range(10)]
+        server.answers = [
+            RuntimeError("broken") if index % 2 else TokenOutput([5], [-1.0], StopReason.STOP) for index in range(10)
+        ]
     tasks = [asyncio.create_task(client.generate(f"r{index}", [1], PARAMS)) for index in range(30)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -110,7 +113,9 @@ async def test_a_conversation_moves_when_its_replica_is_gone(stub_server, output
 async def test_an_aborted_generation_goes_on_within_its_first_budget(stub_server, output):
     """Prompt 4, ten tokens wanted, aborted after six: the second request asks for at most four, and ids, log-probabilities
     and versions are joined."""
-    server = stub_server([output(range(6), StopReason.ABORTED, version=1), output(range(10, 14), StopReason.LENGTH, version=2)])
+    server = stub_server(
+        [output(range(6), StopReason.ABORTED, version=1), output(range(10, 14), StopReason.LENGTH, version=2)]
+    )
     client = LLMServerClient([server])
     result = await client.generate("a", [1, 2, 3, 4], SamplingParams(max_tokens=10, seed=3))
     assert server.requests[1][0] == [1, 2, 3, 4, 0, 1, 2, 3, 4, 5]
@@ -140,7 +145,11 @@ async def test_an_abort_without_tokens_starts_the_turn_again(stub_server, output
 
 
 @settings(max_examples=50, deadline=None)
-@given(cuts=st.lists(st.integers(0, 4), max_size=6), versions=st.lists(st.integers(0, 3), min_size=7, max_size=7), seed=st.integers(0, 9))
+@given(
+    cuts=st.lists(st.integers(0, 4), max_size=6),
+    versions=st.lists(st.integers(0, 3), min_size=7, max_size=7),
+    seed=st.integers(0, 9),
+)
 def test_resumption_keeps_every_token_once(cuts, versions, seed):
     """However often a generation is aborted, the result holds every part once, in order, with the right versions."""
     from ostinato_engines import AsyncServerBase
@@ -223,7 +232,7 @@ async def test_an_answer_beyond_its_budget_is_an_error(stub_server, output):
 
 async def test_a_failing_replica_is_named_with_its_own_error_as_cause(stub_server):
     """What a server raises arrives as ReplicaError with replica, request, and the cause."""
-    with pytest.raises(ReplicaError, match="replica 0 failed .*'a'.*KeyError") as caught:
+    with pytest.raises(ReplicaError, match=r"replica 0 failed .*'a'.*KeyError") as caught:
         await LLMServerClient([stub_server([KeyError("x")])]).generate("a", [1], PARAMS)
     assert isinstance(caught.value.__cause__, KeyError)
     assert caught.value.replica == 0

@@ -7,6 +7,7 @@ import pickle
 
 import msgspec
 import pytest
+
 from ostinato_engines import EngineInputError
 from ostinato_rollout import (
     BudgetExceededError,
@@ -33,7 +34,9 @@ LEAVES = [
 ]
 
 
-@pytest.mark.parametrize(("error", "standard"), LEAVES, ids=lambda value: getattr(value, "__name__", type(value).__name__))
+@pytest.mark.parametrize(
+    ("error", "standard"), LEAVES, ids=lambda value: getattr(value, "__name__", type(value).__name__)
+)
 def test_errors_are_one_tree_of_standard_errors_that_survive_pickling(error, standard):
     """Each leaf is a RolloutError and a standard error, and keeps its facts through pickle."""
     again = pickle.loads(pickle.dumps(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from ostinato_engines import SamplingParams, UnsupportedError, WeightManifest
 from ostinato_rollout import FailureKind, NoReplicaError, ReplicaError, ServerPool, SessionInputError
 
@@ -48,16 +49,19 @@ async def test_a_replica_that_fails_or_lies_about_its_version_is_taken_out(stub_
     servers[1].version_to_report = 2
     pool = ServerPool(servers)
     client = pool.client()
-    await pool.update_weights(MANIFEST, lambda: [])
+    await pool.update_weights(MANIFEST, list)
     assert pool.servers == (servers[2],)
-    assert {index: failure.kind for index, failure in pool.lost.items()} == {0: FailureKind.ENGINE, 1: FailureKind.ENGINE}
+    assert {index: failure.kind for index, failure in pool.lost.items()} == {
+        0: FailureKind.ENGINE,
+        1: FailureKind.ENGINE,
+    }
     assert "policy_version must be 3" in pool.lost[1].message
     assert list(client.num_in_flight) == [2]
     for index in range(4):
         await client.generate(f"r{index}", [1], SamplingParams(max_tokens=2))
     assert len(servers[2].requests) == 4
     servers[2].failing.add("wake_up")
-    with pytest.raises(NoReplicaError, match="replica 0: .*replica 1: .*replica 2: "):
+    with pytest.raises(NoReplicaError, match=r"replica 0: .*replica 1: .*replica 2: "):
         await pool.wake_up()
     with pytest.raises(NoReplicaError):
         pool.client()

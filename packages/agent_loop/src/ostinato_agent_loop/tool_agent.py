@@ -122,8 +122,9 @@ class ToolAgentLoop(AgentLoopBase):
             return _ended(episode, end)
         try:
             await episode.session.extend(answers)
-        except BudgetExceededError:
-            return _ended(episode, TrajectoryEnd.TOOL_RESPONSE_LENGTH)
+        except BudgetExceededError as error:
+            cut = error.limit == "max_tokens"
+            return _ended(episode, TrajectoryEnd.TURN_LENGTH if cut else TrajectoryEnd.TOOL_RESPONSE_LENGTH)
         episode.user_turns += 1
         return AgentState.GENERATING
 

@@ -22,7 +22,8 @@ class BudgetExceededError(RolloutError, ValueError):
     def __init__(self, message: str, *, limit: str = "", needed: int = 0, room: int = 0) -> None:
         super().__init__(message)
         self.limit = limit
-        """Which bound was hit: `max_prompt_tokens`, `max_response_tokens` or `max_model_len`."""
+        """Which bound was hit: `max_prompt_tokens`, `max_response_tokens`, `max_model_len`, or `max_tokens` (a turn
+        that was cut off, where such turns end a conversation)."""
         self.needed = needed
         """Tokens that the addition needs."""
         self.room = room

@@ -240,6 +240,12 @@ class ChatSession:
         except HistoryRewrittenError:
             self._rerender(ledger, previous, new)
             return
+        if not added:
+            raise BudgetExceededError(
+                "the last turn must end with a stop token to be continued, got one that was cut off;"
+                " raise max_tokens or let ContinuousTokens close such turns",
+                limit="max_tokens",
+            )
         if added >= room:
             ledger.truncate(mark)
             raise self._over_budget(added, room)
