@@ -6,6 +6,7 @@ parses no tool calls, downloads nothing and needs neither torch nor transformers
 
 from ostinato_tokenization.chat_tokenizer import ChatTokenizer
 from ostinato_tokenization.continuous import ContinuousTokens, TruncatedTurn
+from ostinato_tokenization.delta import BASE_CHAT_HISTORY, DeltaEncoding, encode_delta
 from ostinato_tokenization.errors import (
     ChatTemplateError,
     HistoryRewrittenError,
@@ -19,22 +20,32 @@ from ostinato_tokenization.errors import (
     VocabularyError,
 )
 from ostinato_tokenization.ledger import MediaSpan, Origin, TokenLedger
+from ostinato_tokenization.sanity import SanityCheckMode, SanityReport, check_ledger
+from ostinato_tokenization.training import TrainingConversation, encode_training_conversation
 
 __all__ = [
+    "BASE_CHAT_HISTORY",
     "ChatTemplateError",
     "ChatTokenizer",
     "ContinuousTokens",
+    "DeltaEncoding",
     "HistoryRewrittenError",
     "LedgerError",
     "MediaNotSupportedError",
     "MediaSpan",
     "MessageError",
     "Origin",
+    "SanityCheckMode",
+    "SanityReport",
     "TokenLedger",
     "TokenizationError",
     "TokenizerLoadError",
     "TokenizerNotFoundError",
+    "TrainingConversation",
     "TruncatedTurn",
     "TruncatedTurnError",
     "VocabularyError",
+    "check_ledger",
+    "encode_delta",
+    "encode_training_conversation",
 ]

@@ -19,7 +19,7 @@ import tokenizers
 from ostinato_tokenization.control_text import ControlText, MaskTable
 from ostinato_tokenization.errors import MessageError, TokenizerLoadError, VocabularyError
 from ostinato_tokenization.messages import Message, normalize_messages, normalize_tools
-from ostinato_tokenization.plain_text import PlainEncoder, control_tokens
+from ostinato_tokenization.plain_text import PlainEncoder, control_tokens, marks_start
 from ostinato_tokenization.rendering import compile_template, render_template
 from ostinato_tokenization.template_probe import probe_boundaries
 from ostinato_tokenization.template_profile import TemplateProfile
@@ -66,6 +66,7 @@ class ChatTokenizer:
         after_normalization = normalizer is not None and any(token.normalized for token in self._control_tokens)
         self._normalizer = normalizer
         self._given = ControlText(self._by_content, self.normalize if after_normalization else None)
+        self._marks_start = marks_start(tokenizer)
         self._own = ControlText(())  # the probe below must see the template's own text
         self.boundaries = probe_boundaries(self)
         eos = self._named_tokens.get("eos_token", "")
@@ -243,12 +244,16 @@ class ChatTokenizer:
         )
         return self.encode_masked(text, table)
 
-    def encode_masked(self, text: str, table: MaskTable) -> list[int]:
-        """Ids of rendered text: control strings in it become control tokens, masked ones ordinary tokens."""
-        if not table:
+    def encode_masked(self, text: str, table: MaskTable, *, continues: bool = False) -> list[int]:
+        """Ids of rendered text: control strings in it become control tokens, masked ones ordinary tokens.
+
+        Args:
+            continues: Whether other text stands before it, so that the tokenizer's word-start mark has no place.
+        """
+        if not table and not (continues and self._marks_start):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         ids: list[int] = []
-        plain, with_prefix, start = self._plain, True, 0
+        plain, with_prefix, start = self._plain, not continues, 0
         strip_next = False
         for match in self._given.pattern.finditer(text):
             token = self._by_content[match.group()]

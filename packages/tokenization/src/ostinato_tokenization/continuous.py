@@ -141,6 +141,18 @@ class ContinuousTokens:
         self._append_context(ledger, ids)
         return len(ledger) - before
 
+    def opener_after(
+        self,
+        previous_messages: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> int | None:
+        """The stop token of the last turn where it is the opener of the next one (GLM style); else None."""
+        if not self._profile.has_opening_stops:
+            return None
+        first = self._profile.continuation_ids(previous_messages, new_messages, tools)[0]
+        return first if first in self._stop_ids and self._profile.opens_turn(first) else None
+
     def _last_turn(self, ledger: TokenLedger) -> tuple[list[int], int | None]:
         """Sampled ids at the end of the ledger, and the place of the stop token that ended them."""
         length = ledger.last_span(Origin.SAMPLED)

@@ -63,6 +63,12 @@ def _prepends(part: Any) -> bool:
     return part.get("type") == "Prepend" or any(map(_prepends, part.get("normalizers", ())))
 
 
+def marks_start(tokenizer: tokenizers.Tokenizer) -> bool:
+    """Whether the tokenizer puts a word-start mark before a text, as SentencePiece does."""
+    parts = (json.loads(part.__getstate__()) for part in (tokenizer.normalizer, tokenizer.pre_tokenizer) if part)
+    return any(_prepends(part) or _metaspace_first(part) for part in parts)
+
+
 class PlainEncoder:
     """A copy of a tokenizer that knows no control tokens.
 

@@ -61,7 +61,11 @@ class TemplateProfile:
             for text in tokenizer.boundaries.openers
             if (token_id := tokenizer.control_token_id(text)) is not None
         )
-        self._lead = next(iter(sorted(tokenizer.boundaries.ends)), "")
+
+    @property
+    def has_opening_stops(self) -> bool:
+        """Whether a stop token can be the opener of the next turn."""
+        return not self._opener_ids.isdisjoint(self._tokenizer.stop_token_ids)
 
     def opens_turn(self, token_id: int) -> bool:
         """Whether this stop token is at the same time the opener of a user or tool turn."""
@@ -91,9 +95,7 @@ class TemplateProfile:
             raise HistoryRewrittenError(
                 "new messages must be rendered by the template, got nothing; begin a new segment"
             )
-        if self._lead and not self._tokenizer.starts_with_control(text):
-            return self._tokenizer.encode_masked(self._lead + text, table)[1:]
-        return self._tokenizer.encode_masked(text, table)
+        return self._tokenizer.encode_masked(text, table, continues=not self._tokenizer.starts_with_control(text))
 
     def _continuation(
         self,
@@ -227,6 +229,33 @@ class TemplateProfile:
             return self._after_turn(history, turn, new, tools, 0.0)
         except ChatTemplateError:
             return None
+
+    @cached_property
+    def extends_history(self) -> bool:
+        """Whether a longer conversation is rendered as a continuation of a shorter one, reasoning and calls included."""
+        reasoned = {"role": "assistant", "content": "<think>\nr\n</think>\n\nx"}
+        try:
+            for conversation in (
+                [USER, reasoned, USER],
+                [USER, {"role": "assistant", "content": "x"}, USER],
+                [USER, {"role": "assistant", "content": "x", "reasoning_content": "r"}, USER],
+            ):
+                for length in range(1, len(conversation)):
+                    before, whole = (
+                        self._tokenizer.render_as_is(
+                            conversation[:end],
+                            None,
+                            add_generation_prompt=conversation[end - 1]["role"] == "user" and end == length,
+                            template_kwargs=self._kwargs,
+                            started_at=0.0,
+                        )
+                        for end in (length, length + 1)
+                    )
+                    if not whole.startswith(before):
+                        return False
+        except ChatTemplateError:
+            return False
+        return True
 
     @cached_property
     def generation_prompt(self) -> str:

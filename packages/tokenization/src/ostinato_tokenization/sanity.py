@@ -1,0 +1,278 @@
+"""Comparison of a ledger with a fresh rendering of the conversation that it stands for.
+
+What the policy sampled is compared as text (its ids need not be canonical), everything else as ids. Linear in the number
+of tokens. Invariant: the ledger is never changed by this, and a difference that is a choice is not reported: reasoning
+that the ledger keeps and the template drops, or the closing of a truncated turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from ostinato_tokenization.chat_tokenizer import ChatTokenizer
+from ostinato_tokenization.errors import ChatTemplateError
+from ostinato_tokenization.ledger import Origin, TokenLedger
+from ostinato_tokenization.messages import Message
+
+_logger = logging.getLogger(__name__)
+
+_RUNS = re.compile(rb"\x02+|\x03+|[\x00\x01]+")
+_REASONING = re.compile(r"\s*(?:<think>.*?(?:</think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z))\s*", re.DOTALL)
+_REASONING_END = re.compile(r"\A.*?(?:</think>|\[/THINK\])\s*", re.DOTALL)
+_STRIPPABLE = str.maketrans("", "", " \t\n\r")
+_WINDOW = 8
+
+
+class SanityCheckMode(StrEnum):
+    """How strictly `check_ledger` compares."""
+
+    STRICT = "strict"
+    """Every difference counts."""
+    IGNORE_STRIPPABLE = "ignore_strippable"
+    """Differences that are only spaces, tabs, newlines or carriage returns do not count."""
+    DISABLE = "disable"
+    """Nothing is compared."""
+
+
+class SanityReport(msgspec.Struct, frozen=True):
+    """The first difference between a ledger and the rendering of its conversation."""
+
+    position: int
+    """Offset in the ledger's ids."""
+    turn: int
+    """How many sampled turns lie before it."""
+    message_index: int | None
+    """The message in which it lies, as far as can be told."""
+    recorded_id: int | None
+    """The id in the ledger; None at its end."""
+    rendered_id: int | None
+    """The id in the rendering; None at its end."""
+    recorded_text: str
+    """Text around it in the ledger."""
+    rendered_text: str
+    """Text around it in the rendering."""
+    template_hash: str
+    reason: str
+    """What differs, in words."""
+
+    def __str__(self) -> str:
+        where = "" if self.message_index is None else f", message {self.message_index}"
+        return (
+            f"Inconsistent training and inference tokenization detected: {self.reason} at token {self.position}"
+            f" (turn {self.turn}{where}, template {self.template_hash}); recorded {self.recorded_id}"
+            f" {self.recorded_text!r}, rendered {self.rendered_id} {self.rendered_text!r}"
+        )
+
+
+def check_ledger(
+    ledger: TokenLedger,
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    mode: SanityCheckMode,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> SanityReport | None:
+    """Compare a ledger with a fresh rendering; a difference is logged as a warning and returned.
+
+    Args:
+        messages: The conversation that the ledger holds, the assistant's messages as they were parsed.
+
+    Returns:
+        The first difference, or None.
+    """
+    if SanityCheckMode(mode) == SanityCheckMode.DISABLE:
+        return None
+    report = _Comparison(ledger, tokenizer, messages, tools, SanityCheckMode(mode), template_kwargs).run()
+    if report is not None:
+        _logger.warning("%s", report)
+    return report
+
+
+class _Comparison:
+    """One walk along both sequences: `_at` counts in the ledger, `_pos` in the rendering."""
+
+    def __init__(
+        self,
+        ledger: TokenLedger,
+        tokenizer: ChatTokenizer,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        mode: SanityCheckMode,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._profile = tokenizer.profile(template_kwargs)
+        self._messages = messages
+        self._encode = partial(
+            tokenizer.encode_chat, tools=tools, template_kwargs=template_kwargs, started_at=ledger.started_at
+        )
+        self._lenient = mode == SanityCheckMode.IGNORE_STRIPPABLE
+        self._stops = frozenset(tokenizer.stop_token_ids)
+        self._recorded = ledger.token_ids
+        self._runs = [match.span() for match in _RUNS.finditer(ledger.origins)]
+        self._origins = ledger.origins
+        self._prefill = tokenizer.encode_text(self._profile.prefill) if self._profile.prefill else []
+        self._turn = 0
+        self._pos = 0
+        self._rendered: list[int] = []
+        self._refusal = ""
+        answered = bool(messages) and messages[-1].get("role") == "assistant"
+        try:
+            self._rendered = self._encode(messages, add_generation_prompt=not answered)
+        except ChatTemplateError as error:
+            self._refusal = str(error)
+
+    def run(self) -> SanityReport | None:
+        if self._refusal:
+            return self._report(0, 0, f"the conversation no longer renders ({self._refusal})")
+        prefill = ""
+        for number, (start, end) in enumerate(self._runs):
+            origin = self._origins[start]
+            following = self._origins[self._runs[number + 1][0]] if number + 1 < len(self._runs) else None
+            if origin == Origin.SAMPLED:
+                report = self._compare_sampled(start, end, prefill, repaired=following == Origin.REPAIR)
+                self._turn += 1
+            elif origin == Origin.REPAIR:
+                report = self._skip_repair(start, end)
+            else:
+                end, prefill = self._without_prefill(start, end)
+                report = self._compare_context(start, end)
+            if report is not None:
+                return report
+        rest = [token_id for token_id in self._rendered[self._pos :] if token_id not in self._stops]
+        if self._tokenizer.decode(rest).strip():
+            return self._report(len(self._recorded), self._pos, "the rendering goes on where the record ends")
+        return None
+
+    def _without_prefill(self, start: int, end: int) -> tuple[int, str]:
+        """The part of a generation prompt that stands for the beginning of what is said belongs to the sampled text."""
+        count = len(self._prefill)
+        if count and end - start >= count and self._recorded[end - count : end] == self._prefill:
+            return end - count, self._profile.prefill
+        return end, ""
+
+    def _compare_context(self, start: int, end: int) -> SanityReport | None:
+        recorded = self._recorded[start:end]
+        rendered = self._rendered[self._pos : self._pos + len(recorded)]
+        if recorded == rendered:
+            self._pos += len(recorded)
+            return None
+        if self._lenient and self._resync(recorded):
+            return None
+        pairs = zip(recorded, rendered, strict=False)
+        offset = next((i for i, (old, new) in enumerate(pairs) if old != new), min(len(recorded), len(rendered)))
+        return self._report(start + offset, self._pos + offset, "text that was not sampled differs")
+
+    def _resync(self, recorded: list[int]) -> bool:
+        """Find the end of a run whose text is the same but for whitespace."""
+        wanted = self._tokenizer.decode(recorded).translate(_STRIPPABLE)
+        low, high = self._pos, min(len(self._rendered), self._pos + 2 * len(recorded) + _WINDOW)
+
+        def text_to(end: int) -> str:
+            return self._tokenizer.decode(self._rendered[self._pos : end]).translate(_STRIPPABLE)
+
+        limit = high
+        while low < high:
+            middle = (low + high) // 2
+            if len(text_to(middle)) < len(wanted):
+                low = middle + 1
+            else:
+                high = middle
+        if text_to(low) != wanted:
+            return False
+        blank = low
+        while blank < limit and not self._tokenizer.decode(self._rendered[blank : blank + 1]).translate(_STRIPPABLE):
+            blank += 1
+        self._pos = blank
+        return True
+
+    def _compare_sampled(self, start: int, end: int, prefill: str, *, repaired: bool) -> SanityReport | None:
+        said_end = end
+        while said_end > max(start, end - 4) and self._recorded[said_end - 1] not in self._stops:
+            said_end -= 1
+        stopped = said_end > start and self._recorded[said_end - 1] in self._stops
+        after_stop = self._recorded[said_end:end] if stopped else []
+        body = self._recorded[start : said_end - 1 if stopped else end]
+        close = self._pos
+        while close < len(self._rendered) and self._rendered[close] not in self._stops:
+            close += 1
+        said = self._tokenizer.normalize(prefill + self._tokenizer.decode(body))
+        shown = self._tokenizer.normalize(self._tokenizer.decode(self._rendered[self._pos : close]))
+        cut_off = not stopped and (repaired or end == len(self._recorded))
+        if not self._same(said, shown, cut_off=cut_off):
+            offset = _common_length(body, self._rendered[self._pos : close])
+            return self._report(start + offset, self._pos + offset, "sampled text differs")
+        self._pos = close
+        if stopped and close < len(self._rendered):
+            shown_stop = self._rendered[close]
+            if shown_stop == self._recorded[said_end - 1] or not self._profile.opens_turn(shown_stop):
+                self._pos += 1
+            if self._rendered[self._pos : self._pos + len(after_stop)] == after_stop:
+                self._pos += len(after_stop)
+        return None
+
+    def _skip_repair(self, start: int, end: int) -> None:
+        """Step over the close of a truncated turn; the framework wrote it, whatever the template makes of the turn."""
+        while self._pos < len(self._rendered) and self._rendered[self._pos] not in self._stops:
+            self._pos += 1
+        if self._recorded[end - 1] in self._stops and self._pos < len(self._rendered):
+            self._pos += 1
+
+    def _same(self, said: str, shown: str, *, cut_off: bool) -> bool:
+        if self._lenient:
+            said, shown = said.translate(_STRIPPABLE), shown.translate(_STRIPPABLE)
+        if said == shown or _without_reasoning(said) == _without_reasoning(shown):
+            return True
+        return cut_off and said.strip() in (shown.strip(), _without_reasoning(shown).strip())
+
+    def _report(self, position: int, rendered_position: int, reason: str) -> SanityReport:
+        def at(ids: list[int], index: int) -> tuple[int | None, str]:
+            around = self._tokenizer.decode(ids[max(0, index - _WINDOW) : index + _WINDOW])
+            return (ids[index] if index < len(ids) else None), around
+
+        recorded_id, recorded_text = at(self._recorded, position)
+        rendered_id, rendered_text = at(self._rendered, rendered_position)
+        return SanityReport(
+            position=position,
+            turn=self._turn,
+            message_index=self._message_at(rendered_position),
+            recorded_id=recorded_id,
+            rendered_id=rendered_id,
+            recorded_text=recorded_text,
+            rendered_text=rendered_text,
+            template_hash=self._tokenizer.template_hash,
+            reason=reason,
+        )
+
+    def _message_at(self, rendered_position: int) -> int | None:
+        """The first message whose rendering reaches beyond this place; None where prefixes do not render."""
+        low, high = 1, len(self._messages)
+        while low < high:
+            middle = (low + high) // 2
+            try:
+                length = len(self._encode(self._messages[:middle], add_generation_prompt=False))
+            except ChatTemplateError:
+                return None
+            if length <= rendered_position:
+                low = middle + 1
+            else:
+                high = middle
+        return low - 1 if self._messages else None
+
+
+def _without_reasoning(text: str) -> str:
+    rest = _REASONING.sub("", text)
+    return _REASONING_END.sub("", rest).lstrip("\n") if rest == text else rest.lstrip("\n")
+
+
+def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
+    pairs = zip(left, right, strict=False)
+    return next((i for i, (old, new) in enumerate(pairs) if old != new), min(len(left), len(right)))
