@@ -24,6 +24,7 @@ _BYTE = re.compile(r" \(byte (\d+)\)")
 _SHAPE = '{"name": <name>, "arguments": <object>}'
 _KINDS = {"[": "an array", '"': "a string", "n": "null", "t": "a boolean", "f": "a boolean"}
 _NEVER = 1 << 62
+_BLANK = " \t\r\n"
 
 
 class _Body(msgspec.Struct):
@@ -67,7 +68,7 @@ class _Turn:
         self.calls: list[tuple[str, dict | None, str, str | None]] = []
         self.errors: dict[str, None] = {}
         self.reasoning: list[str] = []
-        self.next_close = -1
+        self.next_tag = {_CLOSE: -1, _END_THINK: -1}
         self.piece_start = 0
         self.after = ""  # the tag that ended just before the current piece of content
         position = 0
@@ -127,6 +128,13 @@ class _Turn:
         self.reasoning.append(self.text[start:close])
         return self._begin_piece(close + len(_END_THINK), _END_THINK)
 
+    def _next(self, tag: str, start: int) -> int:
+        """Where `tag` comes next, `_NEVER` if it does not; remembered, so that all questions together cost one pass."""
+        if self.next_tag[tag] < start:
+            found = self.text.find(tag, start)
+            self.next_tag[tag] = found if found >= 0 else _NEVER
+        return self.next_tag[tag]
+
     def _read_call(self, start: int) -> int:
         """Read the call whose opening tag ends at `start` and return where to go on."""
         text = self.text
@@ -137,14 +145,9 @@ class _Turn:
             if call[3] is None:
                 self.calls.append(call)
                 return stop + len(_CLOSE)
-        if self.next_close < start:
-            found = text.find(_CLOSE, start)
-            self.next_close = found if found >= 0 else _NEVER
-        close = self.next_close
-        if not self.reasoning:
-            end_think = text.find(_END_THINK, start)
-            if start <= end_think < close:
-                return end_think  # a broken draft in reasoning that the prompt opened
+        close = self._next(_CLOSE, start)
+        if not self.reasoning and (end_think := self._next(_END_THINK, start)) < close:
+            return end_think  # a broken draft in reasoning that the prompt opened
         if stop < close:  # it broke before it could end; a call that begins before that end is another one
             tag = _TAG.match(text, stop)
             resume = stop if tag is not None else text.find(_OPEN, stop, min(close, len(text)))
@@ -160,6 +163,7 @@ class _Turn:
 
 def _read_body(body: str) -> tuple[str, dict | None, str, str | None]:
     """Decode one call: name, arguments, raw arguments, error."""
+    body = body.strip(_BLANK)
     try:
         call = _decode_body(body)
         raw = bytes(call.arguments).decode()
@@ -167,7 +171,7 @@ def _read_body(body: str) -> tuple[str, dict | None, str, str | None]:
         arguments = _decode_any(raw) if kind is None else None
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         named = _NAME.match(body)
-        return named.group(1) if named else "", None, body.strip(), _fault(error, body)
+        return named.group(1) if named else "", None, body, _fault(error, body)
     if not call.name:
         return "", None, raw, f"the name of a tool call must not be empty; write {_SHAPE}"
     if kind is not None:
@@ -176,7 +180,7 @@ def _read_body(body: str) -> tuple[str, dict | None, str, str | None]:
 
 
 def _fault(error: Exception, body: str) -> str:
-    if not body.strip():
+    if not body:
         return f"the tool call is empty; write {_SHAPE}"
     if isinstance(error, RecursionError):
         return "the tool call is nested too deeply"
