@@ -1,10 +1,13 @@
 """The hermes parser: strings are text, drafts are not calls, errors are values, time is linear."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from ostinato_tools import HermesParser, ParsedTurn, UnknownParserError, get_parser
 
 PARSER = get_parser("hermes")
@@ -56,6 +59,33 @@ def test_rendered_calls_come_back(calls: list[tuple[str, dict]], ascii_only: boo
     assert turn.reasoning == ("why not" if reasoned else None)
 
 
+SHARED = Path(os.environ.get("OSTINATO_SHARED") or Path(__file__).parents[3] / "shared")
+TEMPLATES = ["qwen/chat_template_qwen2.5.jinja", "qwen/chat_template_qwen3.jinja", "qwen/chat_template_qwq.jinja"]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@settings(max_examples=50, deadline=None)
+@given(calls=st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3))
+def test_calls_rendered_by_real_templates_come_back(template: str, calls: list[tuple[str, dict]]) -> None:
+    """What a public template of this format writes for an assistant turn parses back to the same calls."""
+    sandbox = pytest.importorskip("jinja2.sandbox", reason="jinja2 is not installed")
+    path = SHARED / "tokenizers" / template
+    if not path.is_file():
+        pytest.skip(f"{path} is not there")
+    environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
+    tool_calls = [{"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in calls]
+    # These templates write the name between quotes as it is, so a name that JSON would escape is out of their reach.
+    tool_calls = [item for item in tool_calls if json.dumps(item["function"]["name"])[1:-1] == item["function"]["name"]]
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "Prose.", "tool_calls": tool_calls}]
+    text = environment.from_string(path.read_text(encoding="utf-8")).render(messages=messages, tools=None)
+    turn = PARSER.parse(text.rpartition("<|im_start|>assistant\n")[2])
+    assert [{"name": item.name, "arguments": item.arguments} for item in turn.tool_calls] == [
+        item["function"] for item in tool_calls
+    ]
+    assert (turn.content, turn.errors) == ("Prose.", ())
+
+
 FRAGMENTS = st.sampled_from(
     [
         "<tool_call>",
@@ -74,8 +104,12 @@ FRAGMENTS = st.sampled_from(
         "a",
         " ",
         "\n",
+        '{"name": "f", "arguments": {}}',
+        '"name"',
+        "<|im_end|>",
+        "\ud800",
+        "9" * 30,
     ]
-    + ['{"name": "f", "arguments": {}}', '"name"', "<|im_end|>", "\ud800", "9" * 30]
 )
 
 

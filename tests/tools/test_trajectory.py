@@ -1,6 +1,7 @@
 """Running tools: outcomes in order, state across turns, release exactly once, nothing escapes."""
 
 import asyncio
+import contextlib
 import contextvars
 import json
 import logging
@@ -9,6 +10,7 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from ostinato_tools import (
     BaseTool,
     OutcomeKind,
@@ -144,7 +146,7 @@ PLANS = st.sampled_from(["ok", "ok", "fail", "hang", "cancel", "exit"])
 @settings(max_examples=60, deadline=None)
 @given(
     plans=st.lists(
-        st.fixed_dictionaries({name: PLANS for name in ("create", "execute", "calc_reward", "release")}),
+        st.fixed_dictionaries(dict.fromkeys(("create", "execute", "calc_reward", "release"), PLANS)),
         min_size=1,
         max_size=3,
     ),
@@ -166,10 +168,8 @@ def test_every_begun_instance_is_released_once(plans, turns, cancel_after) -> No
             for turn in turns:
                 outcomes = await tools.run([make_call(f"tool{index}") for index in turn])
                 assert [item.call.name for item in outcomes] == [f"tool{index}" for index in turn]
-            try:
+            with contextlib.suppress(ToolRewardError):
                 await tools.calc_rewards()
-            except ToolRewardError:
-                pass
 
     async def main() -> None:
         task = asyncio.ensure_future(trajectory())
@@ -207,10 +207,14 @@ async def test_failing_release_is_recorded() -> None:
 async def test_release_happens_when_the_body_raises() -> None:
     """An exception in the agent's own code releases the tools and stays that exception."""
     journal: list = []
-    with pytest.raises(ZeroDivisionError):
+
+    async def agent() -> None:
         async with ToolExecutor(fake_registry(journal)).open("t") as tools:
             await tools.run([make_call("counter")])
             raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await agent()
     assert journal[-1] == ("release", "t/counter")
 
 
@@ -233,7 +237,7 @@ def test_release_survives_the_end_of_the_loop() -> None:
 
     async def leave_an_orphan() -> None:
         task = asyncio.ensure_future(orphan())
-        while ("execute", "u/counter") not in journal:
+        while ("execute", "u/counter") not in journal:  # noqa: ASYNC110 - the journal is a plain list
             await asyncio.sleep(0)
         assert not task.done()
 
@@ -308,7 +312,7 @@ async def test_sync_tools_run_off_the_loop() -> None:
 
     async with ToolExecutor(tool_of(wait)).open("t") as tools:
         run = asyncio.ensure_future(tools.run([make_call("f")] * 8))
-        while barrier.n_waiting < 8:  # the loop is free to count while they wait
+        while barrier.n_waiting < 8:  # noqa: ASYNC110 - that the loop is free to count is what is tested
             await asyncio.sleep(0.001)
         barrier.wait()
         outcomes = await run
