@@ -13,7 +13,7 @@ from ostinato_agent_loop import single_turn, tool_agent  # noqa: F401  (they reg
 from ostinato_agent_loop.base import AgentLoopBase, AgentLoopContext
 from ostinato_agent_loop.batch_metrics import batch_metrics
 from ostinato_agent_loop.config import AgentConfig, MultiTurnConfig, RolloutConfig
-from ostinato_agent_loop.errors import AgentConfigError, AgentRowError
+from ostinato_agent_loop.errors import AgentConfigError, AgentRowError, UnknownAgentError
 from ostinato_agent_loop.registry import agent_loop_class, import_class, load_agent_loops
 from ostinato_agent_loop.reward import RewardFn
 from ostinato_agent_loop.rows import row_agent_name
@@ -152,7 +152,7 @@ class AgentLoopManager:
         try:
             name = row_agent_name(row, self._config.agent.default_agent_loop)
             return name, agent_loop_class(name)
-        except (AgentRowError, AgentConfigError) as error:
+        except (AgentRowError, UnknownAgentError) as error:
             raise type(error)(f"rows[{index}]: {error}") from error
 
     async def _run(self, tasks: list[TrajectoryTask], n: int, params: SamplingParams) -> list[Trajectory]:

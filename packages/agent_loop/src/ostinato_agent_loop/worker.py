@@ -124,8 +124,9 @@ class AgentLoopWorker:
 
     async def _bounded(self, call: Any, timeout_s: float, where: str) -> Any:
         """Await `call()` within a deadline."""
+        deadline = asyncio.timeout(timeout_s)
         try:
-            async with asyncio.timeout(timeout_s) as deadline:
+            async with deadline:
                 return await call()
         except TimeoutError as error:
             if not deadline.expired():

@@ -111,8 +111,9 @@ class LLMServerClient:
         if params.max_tokens is not None and params.max_tokens <= 0:
             return TokenOutput(token_ids=[], logprobs=[] if params.logprobs else None, stop_reason=StopReason.LENGTH)
         attempts = _Attempts(params.max_tokens)
+        deadline = asyncio.timeout(self._timeout_s)
         try:
-            async with asyncio.timeout(self._timeout_s) as deadline:
+            async with deadline:
                 return await self._until_done(request_id, prompt_ids, params, media, attempts)
         except TimeoutError as error:
             if not deadline.expired():

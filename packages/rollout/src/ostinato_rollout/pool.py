@@ -173,8 +173,9 @@ class ServerPool:
         failures: dict[int, Exception] = {}
 
         async def one(replica: int, server: AsyncServerBase) -> None:
+            deadline = asyncio.timeout(self._timeout_s)
             try:
-                async with asyncio.timeout(self._timeout_s) as deadline:
+                async with deadline:
                     await operation(server)
             except TimeoutError as error:
                 if not deadline.expired():
