@@ -1,6 +1,7 @@
 """Function tools: how a function becomes one, and what it is refused for."""
 
 import asyncio
+import enum
 import functools
 import sys
 import threading
@@ -113,7 +114,18 @@ def test_what_a_schema_cannot_be_made_from() -> None:
     def without_docstring(x: int) -> str:
         return str(x)
 
-    for function in (without_hint, without_entry, without_docstring):
+    class Colour(enum.Enum):
+        RED = "red"
+
+    def with_enum(x: list[Colour] | None = None) -> str:
+        """Do.
+
+        Args:
+            x: It.
+        """
+        return str(x)
+
+    for function in (without_hint, without_entry, without_docstring, with_enum):
         with pytest.raises(ToolSchemaError, match="schema="):
             function_tool(function).get_openai_tool_schema()
 

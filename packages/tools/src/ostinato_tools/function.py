@@ -5,10 +5,11 @@ or is the author's own. A synchronous function runs off the event loop, an async
 """
 
 import copy
+import enum
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, get_args, get_type_hints, overload
 
 from ostinato_tools.errors import ToolDefinitionError, ToolImportError, ToolSchemaError
 from ostinato_tools.schema import check_tool_schema
@@ -97,6 +98,7 @@ class FunctionTool:
             ) from error
         try:
             schema = copy.deepcopy(get_json_schema(self.function))
+            _refuse_enums(self.function)
         except Exception as error:  # a foreign function over foreign hints: everything it raises means the same here
             raise ToolSchemaError(
                 f"schema of {self.place} must follow from its type hints and docstring, got: {error}; "
@@ -141,6 +143,16 @@ def place_of(function: Callable) -> str:
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else f"{name} ({function.__class__.__module__})"
+
+
+def _refuse_enums(function: Callable) -> None:
+    # They would come out as {"type": "object"}, which no value that a model writes for them fits.
+    waiting = [hint for name, hint in get_type_hints(function).items() if name != "return"]
+    while waiting:
+        hint = waiting.pop()
+        if isinstance(hint, type) and issubclass(hint, enum.Enum):
+            raise TypeError(f"the Enum {hint.__name__} has no JSON schema, use Literal")
+        waiting.extend(get_args(hint))
 
 
 def _named_parameters(function: Callable, place: str) -> tuple[frozenset[str], frozenset[str]]:
