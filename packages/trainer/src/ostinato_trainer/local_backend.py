@@ -242,7 +242,7 @@ class LocalBackend:
             version: What to call these weights; the policy version by default.
         """
         tensors = self._lm.named_tensors()
-        manifest = WeightManifest.from_tensors(self.policy_version if version is None else version, tensors)
+        manifest = WeightManifest.from_tensors(self.policy_version if version is None else version, tensors.items())
 
         def stream() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in tensors.items():

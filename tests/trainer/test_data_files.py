@@ -1,0 +1,149 @@
+"""Files as rows: what comes back is what was written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato_trainer.data_files import open_data_file, without_filled_keys
+from ostinato_trainer.errors import DatasetError
+
+CALL_A = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+CALL_B = {"type": "function", "function": {"name": "g", "arguments": {"b": "z"}}}
+
+
+def written(rows: list[dict[str, Any]], path: Path) -> str:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl"])
+def test_rows_keep_exactly_their_own_keys(suffix: str, tmp_path: Path) -> None:
+    """Mappings of different shapes come back without the null keys that a common struct adds."""
+    rows = [
+        {"tools_kwargs": {"calc": {"x": 1}}, "prompt": [{"role": "user", "content": "q"}]},
+        {
+            "tools_kwargs": {"search": {"url": "u"}},
+            "prompt": [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "content": None, "tool_calls": [CALL_A, CALL_B]},
+                {"role": "tool", "content": "r"},
+            ],
+        },
+    ]
+    expected = json.loads(json.dumps(rows))
+    if suffix == ".parquet":  # there a message without content cannot be told from one with null
+        assert expected[1]["prompt"][1]["content"] is None
+    file = open_data_file(written(rows, tmp_path / f"rows{suffix}"))
+    assert [file.row(index) for index in range(len(file))] == expected
+    assert list(file.rows()) == expected
+
+
+def test_a_null_that_the_author_wrote_survives_in_json(tmp_path: Path) -> None:
+    """json and jsonl keep nulls inside values."""
+    file = open_data_file(written([{"extra_info": {"a": None}}], tmp_path / "rows.jsonl"))
+    assert file.row(0) == {"extra_info": {"a": None}}
+
+
+def test_many_rows_and_row_groups_are_addressed_rightly(tmp_path: Path) -> None:
+    """Every index of a file with several row groups gives its row."""
+    table = pa.table({"x": list(range(3000))})
+    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=700)
+    file = open_data_file(str(tmp_path / "rows.parquet"))
+    assert [row["x"] for row in file.rows() if not isinstance(row, DatasetError)] == list(range(3000))
+    assert [file.row(index)["x"] for index in (0, 699, 700, 2999)] == [0, 699, 700, 2999]
+
+
+def test_every_access_is_a_fresh_row(tmp_path: Path) -> None:
+    """Changing a row that was handed out does not change the file's."""
+    for suffix in (".parquet", ".jsonl", ".json"):
+        file = open_data_file(written([{"a": {"b": [1]}}], tmp_path / f"rows{suffix}"))
+        file.row(0)["a"]["b"].append(2)
+        assert file.row(0) == {"a": {"b": [1]}}
+
+
+def test_json_lines_in_a_json_file_are_read(tmp_path: Path) -> None:
+    """A `.json` file may hold one object a line; blank lines and a byte-order mark do not matter."""
+    path = tmp_path / "rows.json"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\n\n{"a": 2}\r\n')
+    assert list(open_data_file(str(path)).rows()) == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("x.parquet", b"no parquet", "must be a parquet file"),
+        ("x.parquet", b"", "must be a parquet file"),
+        ("x.json", b"[1, 2", "must be a JSON array"),
+        ("x.jsonl", b"\n\n", "at least one row"),
+        ("x.json", b"[]", "at least one row"),
+        ("x.csv", b"a,b\n", "must end with .parquet, .json, .jsonl"),
+    ],
+)
+def test_files_that_are_none_are_errors_with_their_name(
+    name: str, content: bytes, expected: str, tmp_path: Path
+) -> None:
+    """A file of another form, or without rows, is one error with the path."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DatasetError, match=expected) as caught:
+        open_data_file(str(tmp_path / name))
+    assert str(tmp_path / name) in str(caught.value)
+
+
+def test_missing_files_and_folders_are_errors(tmp_path: Path) -> None:
+    """A path that is not there, and one that is a folder, are errors with the path."""
+    with pytest.raises(DatasetError, match="must exist"):
+        open_data_file(str(tmp_path / "no.parquet"))
+    with pytest.raises(DatasetError, match="folder"):
+        open_data_file(str(tmp_path))
+
+
+def test_a_broken_line_is_named_by_its_number(tmp_path: Path) -> None:
+    """A line that is no JSON object is named by its line number; the others are still given."""
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": 1}\n\n{"a":\n[1]\n{"a": 2}\n')
+    rows = list(open_data_file(str(path)).rows())
+    assert rows[0] == {"a": 1}
+    assert rows[3] == {"a": 2}
+    assert f"{path}, line 3" in str(rows[1])
+    assert f"{path}, line 4" in str(rows[2])
+
+
+def test_a_null_row_in_parquet_of_structs_is_empty() -> None:
+    """Null columns disappear; a message keeps the null content that the template is to see."""
+    row = {"a": None, "prompt": [{"role": "assistant", "content": None, "name": None}], "m": [("k", 1), ("l", None)]}
+    assert without_filled_keys(row) == {
+        "prompt": [{"role": "assistant", "content": None}],
+        "m": {"k": 1, "l": None},
+    }
+
+
+json_values = st.recursive(
+    st.integers(-9, 9) | st.text(max_size=3),
+    lambda inner: st.dictionaries(st.sampled_from("abcd"), inner, min_size=1, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(rows=st.lists(st.fixed_dictionaries({"x": st.integers(0, 9), "t": st.text(max_size=5)}), min_size=1, max_size=5))
+def test_flat_rows_round_trip_through_every_form(rows: list[dict], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The same rows written in three forms are read as the same rows."""
+    folder = tmp_path_factory.mktemp("rows")
+    for suffix in (".parquet", ".json", ".jsonl"):
+        assert list(open_data_file(written(rows, folder / f"r{suffix}")).rows()) == rows
+
+
+@given(value=json_values)
+def test_values_without_nulls_are_left_alone(value: Any) -> None:
+    """Removing filled keys changes nothing in a value that has no null."""
+    assert without_filled_keys(value) == value

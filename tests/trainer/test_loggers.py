@@ -1,0 +1,130 @@
+"""Metrics reach their places, and a place that fails stops nothing."""
+
+import io
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ostinato_trainer.config import Config, TrainerConfig
+from ostinato_trainer.errors import LoggerError
+from ostinato_trainer.loggers import ConsoleLogger, JsonlLogger, Loggers
+
+METRICS = {
+    "critic/score/mean": 0.5,
+    "actor/pg_loss": float("nan"),
+    "training/global_step": 3,
+    "val-core/s/acc/mean@1": 1.0,
+}
+
+
+def test_jsonl_is_one_line_a_step_on_disk_at_once(tmp_path: Path) -> None:
+    """Every step is one JSON object, written out before log returns; NaN becomes null."""
+    log = JsonlLogger(tmp_path / "run" / "metrics.jsonl")
+    for step in (1, 2):
+        log.log(step, METRICS)
+        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        assert len(lines) == step
+    assert json.loads(lines[1]) == {"step": 2, **METRICS, "actor/pg_loss": None}
+    log.close()
+
+
+def test_an_earlier_run_s_file_is_kept(tmp_path: Path) -> None:
+    """A new run does not write into the file of an earlier one; resuming does."""
+    path = tmp_path / "metrics.jsonl"
+    for _ in range(3):
+        log = JsonlLogger(path)
+        log.log(1, {})
+        log.close()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl"]
+    log = JsonlLogger(path, resume=True)
+    log.log(2, {})
+    log.close()
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_the_console_line_is_short() -> None:
+    """A step is one line with score and validation, however narrow the terminal is."""
+    stream = io.StringIO()
+    ConsoleLogger(Console(file=stream, width=20)).log(3, METRICS)
+    assert stream.getvalue() == "step 3  score 0.5  loss nan  val-core/s/acc/mean@1 1\n"
+
+
+class Broken:
+    """A logger that fails from its second step on."""
+
+    name = "broken"
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.steps.append(step)
+        if step == 2:
+            raise OSError("disk full")
+
+    def close(self) -> None:
+        raise OSError("gone")
+
+
+def test_a_failing_logger_is_reported_and_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A logger that fails is reported once and gets no further metrics; the others go on."""
+    broken = Broken()
+    log = Loggers([broken, JsonlLogger(tmp_path / "m.jsonl")])
+    with caplog.at_level(logging.ERROR, logger="ostinato_trainer"):
+        for step in (1, 2, 3):
+            log.log(step, {"x": 1.0})
+    assert broken.steps == [1, 2]
+    assert log.names == ("jsonl",)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "broken failed at step 2" in caplog.text
+    assert "disk full" in caplog.text
+    assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 3
+    log.close()
+    Loggers([broken]).close()
+    assert "gone" in caplog.text
+
+
+def test_the_configuration_names_the_loggers(tmp_path: Path) -> None:
+    """trainer.logger decides which loggers there are, default_local_dir where the file is."""
+    config = Config(trainer=TrainerConfig(logger=("console", "jsonl"), default_local_dir=str(tmp_path)))
+    log = Loggers.from_config(config, console=Console(file=io.StringIO()))
+    log.log(1, METRICS)
+    log.close()
+    assert log.names == ("console", "jsonl")
+    assert (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    """A metrics file that cannot be made is an error with the key to change, before anything is trained."""
+    (tmp_path / "file").write_text("")
+    config = Config(trainer=TrainerConfig(logger=("jsonl",), default_local_dir=str(tmp_path / "file")))
+    with pytest.raises(LoggerError, match=r"trainer.default_local_dir"):
+        Loggers.from_config(config)
+
+
+def test_a_missing_extra_prints_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the extra, the logger mlflow is an error with the line that installs it."""
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    monkeypatch.delitem(sys.modules, "ostinato_trainer.mlflow_logger", raising=False)
+    config = Config(trainer=TrainerConfig(logger=("mlflow",)))
+    with pytest.raises(LoggerError, match=r"pip install 'ostinato-trainer\[mlflow\]'"):
+        Loggers.from_config(config)
+
+
+def test_mlflow_records_metrics_and_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the extra, metrics and every key of the configuration are in the tracking store."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    log = Loggers.from_config(Config(trainer=TrainerConfig(logger=("mlflow",), project_name="p", experiment_name="e")))
+    log.log(1, METRICS)
+    log.close()
+    run = mlflow.search_runs(experiment_names=["p"], output_format="list")[0]
+    assert run.data.metrics["critic/score/mean"] == 0.5
+    assert run.data.metrics["val-core/s/acc/mean_at_1"] == 1.0
+    assert run.data.params["trainer.experiment_name"] == "e"
