@@ -92,12 +92,9 @@ class LeakedRequest(TransformersServer):
     """Goes on computing for callers that went away."""
 
     async def generate(self, prompt_ids, sampling_params, request_id, media=()):
-        task = asyncio.ensure_future(super().generate(prompt_ids, sampling_params, request_id, media))
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            await self.pause("keep")
-            raise
+        return await asyncio.shield(
+            asyncio.ensure_future(super().generate(prompt_ids, sampling_params, request_id, media))
+        )
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,11 @@ class Batcher:
         self.policy_version = 0
 
     @property
+    def vocab_size(self) -> int:
+        """Ids below are valid."""
+        return self._runner.vocab_size
+
+    @property
     def num_running(self) -> int:
         """Requests that hold a row."""
         return self.table.num_decoding + len(self._prefilling)

@@ -1,10 +1,12 @@
 """One request inside the embedded engine, from arrival to its output."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from ostinato_engines.errors import EngineInputError
 from ostinato_engines.types import PolicySpan, SamplingParams, StopReason, TokenOutput
 
 
@@ -63,3 +65,31 @@ class Request:
             self.future.set_exception(outcome)
         else:
             self.future.set_result(outcome)
+
+
+def checked_prompt(prompt_ids: Sequence[int], *, vocab_size: int, max_model_len: int) -> np.ndarray:
+    """The prompt as an int64 array of its own.
+
+    Raises:
+        EngineInputError: Empty, not flat, not integers, ids outside the vocabulary, or longer than the model.
+    """
+    try:
+        prompt = np.asarray(prompt_ids)
+    except (ValueError, OverflowError) as error:
+        raise EngineInputError(f"prompt_ids must be a sequence of integers, got {error}; pass token ids") from error
+    if prompt.ndim != 1 or not len(prompt):
+        raise EngineInputError(
+            f"prompt_ids must be a non-empty flat sequence, got shape {prompt.shape}; pass token ids"
+        )
+    if prompt.dtype.kind not in "iu":
+        raise EngineInputError(f"prompt_ids must be integers, got {prompt.dtype}; pass token ids")
+    low, high = int(prompt.min()), int(prompt.max())
+    if low < 0 or high >= vocab_size:
+        raise EngineInputError(
+            f"prompt_ids must be in [0, {vocab_size}), got {low if low < 0 else high}; use the tokenizer of this model"
+        )
+    if len(prompt) > max_model_len:
+        raise EngineInputError(
+            f"prompt_ids must hold at most max_model_len={max_model_len} ids, got {len(prompt)}; shorten the prompt"
+        )
+    return prompt.astype(np.int64, copy=True)

@@ -1,8 +1,8 @@
 """The embedded engine: a Transformers model served in this process, on whatever device it has.
 
-This module is the asyncio side: who waits, who is told what, and which state the engine is in. A driver task exists
-only while there is work; between its steps (under `_lock`) control operations change the batch. Steps run in a worker
-thread, or on the event loop with `full_determinism`, where batches then depend on the program alone.
+This module is the asyncio side: who waits, who is told what, and which state the engine is in. What changes the batch
+happens between steps, under the step loop's lock. Steps run in a worker thread, or on the event loop with
+`full_determinism`, where batches then depend on the program alone.
 """
 
 import asyncio
@@ -10,9 +10,8 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from ostinato_engines.errors import (
     UnsupportedError,
 )
 from ostinato_engines.server import AsyncServerBase, ChatCodec
+from ostinato_engines.step_loop import StepLoop
 from ostinato_engines.types import (
     Capabilities,
     EngineState,
@@ -40,9 +40,9 @@ from ostinato_engines.types import (
 )
 
 try:
-    from ostinato_engines.batcher import Batcher
+    from ostinato_engines.batcher import Batcher, Ended
     from ostinato_engines.model_runner import ModelRunner, load_model, max_length_of
-    from ostinato_engines.request import Request
+    from ostinato_engines.request import Request, checked_prompt
     from ostinato_engines.sampling import stream_keys
     from ostinato_engines.weights import WeightWriter
 except ModuleNotFoundError as error:
@@ -56,12 +56,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-T = TypeVar("T")
 SLEEP_TAGS = ("kv_cache", "weights")
-_QUIET_TICKS = 16
-"""With full determinism, a batch is closed once so many turns of the event loop brought no request."""
-_MAX_TICKS = 256
-"""A batch is closed after so many turns in any case."""
 
 
 class TransformersServer(AsyncServerBase):
@@ -112,11 +107,16 @@ class TransformersServer(AsyncServerBase):
         self._runner: ModelRunner | None = None
         self._batcher: Batcher | None = None
         self._writer: WeightWriter | None = None
-        self._executor: ThreadPoolExecutor | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = asyncio.Lock()
-        self._driver: asyncio.Task[None] | None = None
-        self._step_ended: asyncio.Event = asyncio.Event()
+        self._steps = StepLoop(
+            inline=full_determinism,
+            has_work=self._has_work,
+            prepare=self._prepare_step,
+            step=self._step,
+            deliver=self._deliver,
+            num_arrived=lambda: self._num_arrived,
+            crashed=self._crash,
+        )
+        self._num_arrived = 0
         self._waiting: deque[Request] = deque()
         self._in_flight: dict[str, Request] = {}
         self._abandoned: list[Request] = []
@@ -140,10 +140,10 @@ class TransformersServer(AsyncServerBase):
             raise EngineClosedError("server must not be shut down before start, got closed; create a new one")
         if self._batcher is not None:
             return
-        self._bind_loop()
-        async with self._lock:
+        self._steps.bind()
+        async with self._steps.lock:
             if self._batcher is None:
-                await self._run(self._load)
+                await self._steps.run(self._load)
 
     def _load(self) -> None:
         model = load_model(self._source, device=self._device, dtype=self._dtype)
@@ -163,19 +163,15 @@ class TransformersServer(AsyncServerBase):
         if self._closed:
             return
         self._closed = True
-        self._bind_loop()
-        async with self._lock:
+        self._steps.bind()
+        async with self._steps.lock:
             self._fail_all(
                 lambda request: EngineClosedError(f"request {request.request_id!r} must end before shutdown")
             )
             if self._runner is not None:
                 self._runner.close()
             self._runner = self._batcher = self._writer = None
-        if self._driver is not None and self._driver is not asyncio.current_task():
-            await asyncio.wait([self._driver])
-        if self._executor is not None:
-            self._executor.shutdown(wait=False)
-            self._executor = None
+        await self._steps.close()
 
     async def health(self) -> Health:
         state, detail = self._state()
@@ -247,8 +243,8 @@ class TransformersServer(AsyncServerBase):
         self.refuse_media(media)
         params = SamplingParams.from_mapping(sampling_params)
         batcher = self._serving()
-        self._bind_loop()
-        prompt = self._checked_prompt(prompt_ids)
+        self._steps.bind()
+        prompt = checked_prompt(prompt_ids, vocab_size=batcher.vocab_size, max_model_len=self.max_model_len)
         if request_id in self._in_flight:
             raise EngineInputError(
                 f"request_id must not be in flight, got {request_id!r}; await its turn, or use another id per sample"
@@ -269,7 +265,8 @@ class TransformersServer(AsyncServerBase):
             return request.output([], [], StopReason.LENGTH)
         self._in_flight[request_id] = request
         self._waiting.append(request)
-        self._ensure_driver()
+        self._num_arrived += 1
+        self._steps.wake()
         try:
             return await request.future
         finally:
@@ -278,30 +275,6 @@ class TransformersServer(AsyncServerBase):
             if not request.ended:
                 request.ended = True
                 self._abandoned.append(request)
-
-    def _checked_prompt(self, prompt_ids: Sequence[int]) -> np.ndarray:
-        assert self._runner is not None
-        try:
-            prompt = np.asarray(prompt_ids)
-        except (ValueError, OverflowError) as error:
-            raise EngineInputError(f"prompt_ids must be a sequence of integers, got {error}; pass token ids") from error
-        if prompt.ndim != 1 or not len(prompt):
-            raise EngineInputError(
-                f"prompt_ids must be a non-empty flat sequence, got shape {prompt.shape}; pass token ids"
-            )
-        if prompt.dtype.kind not in "iu":
-            raise EngineInputError(f"prompt_ids must be integers, got {prompt.dtype}; pass token ids")
-        low, high = int(prompt.min()), int(prompt.max())
-        if low < 0 or high >= self._runner.vocab_size:
-            raise EngineInputError(
-                f"prompt_ids must be in [0, {self._runner.vocab_size}), got {low if low < 0 else high}; "
-                "use the tokenizer of this model"
-            )
-        if len(prompt) > self.max_model_len:
-            raise EngineInputError(
-                f"prompt_ids must hold at most max_model_len={self.max_model_len} ids, got {len(prompt)}; shorten the prompt"
-            )
-        return prompt.astype(np.int64, copy=True)
 
     async def chat_completion(self, raw_request: Any) -> dict[str, Any]:
         """Answers an OpenAI-style request through the injected codec; without one it says what is missing."""
@@ -313,13 +286,13 @@ class TransformersServer(AsyncServerBase):
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         self._loaded()
-        self._bind_loop()
+        self._steps.bind()
         targets = [
             request
             for request_id in (list(self._in_flight) if request_ids is None else request_ids)
             if (request := self._in_flight.get(request_id)) is not None and not request.ended
         ]
-        async with self._lock:
+        async with self._steps.lock:
             return self._abort_now(targets)
 
     def _abort_now(self, targets: Iterable[Request]) -> int:
@@ -340,9 +313,9 @@ class TransformersServer(AsyncServerBase):
     async def release(self, request_id: str) -> None:
         if self._batcher is None:
             return
-        self._bind_loop()
+        self._steps.bind()
         self._released.append(request_id)
-        if not self._lock.locked():
+        if not self._steps.lock.locked():
             self._tidy()
 
     # Pause and sleep
@@ -351,21 +324,21 @@ class TransformersServer(AsyncServerBase):
         """Stops sampling; see `PauseMode` for what becomes of requests in flight. Later requests wait for `resume`."""
         mode = PauseMode(mode)
         self._loaded()
-        self._bind_loop()
+        self._steps.bind()
         self._paused = mode
         if mode is PauseMode.WAIT:
-            self._ensure_driver()
+            self._steps.wake()
             while self._paused is mode and self._batcher is not None and self._batcher.num_running:
-                await self._step_ended.wait()
-        async with self._lock:
+                await self._steps.next_step()
+        async with self._steps.lock:
             if mode is PauseMode.ABORT:
                 self._abort_now(list(self._in_flight.values()))
 
     async def resume(self) -> None:
         self._loaded()
-        self._bind_loop()
+        self._steps.bind()
         self._paused = None
-        self._ensure_driver()
+        self._steps.wake()
 
     async def sleep(self, level: int = 1) -> None:
         """Frees the cache (level 1) and the weights (level 2); requests in flight end aborted.
@@ -375,9 +348,9 @@ class TransformersServer(AsyncServerBase):
         if level not in (1, 2):
             raise EngineInputError(f"level must be 1 or 2, got {level!r}; 1 frees the cache, 2 the weights as well")
         batcher = self._loaded()
-        self._bind_loop()
+        self._steps.bind()
         self._asleep.add("kv_cache")
-        async with self._lock:
+        async with self._steps.lock:
             self._abort_now(list(self._in_flight.values()))
             batcher.drop()
             if level == 2:
@@ -392,8 +365,8 @@ class TransformersServer(AsyncServerBase):
         if unknown := wanted - set(SLEEP_TAGS):
             raise EngineInputError(f"tags must be among {', '.join(SLEEP_TAGS)}, got {unknown.pop()!r}; None wakes all")
         self._loaded()
-        self._bind_loop()
-        async with self._lock:
+        self._steps.bind()
+        async with self._steps.lock:
             if "weights" in wanted & self._asleep:
                 assert self._writer is not None
                 self._writer.allocate()
@@ -412,13 +385,13 @@ class TransformersServer(AsyncServerBase):
         if "weights" in self._asleep:
             raise EngineNotReadyError("weights must be awake, are asleep; call wake_up(['weights']) first")
         writer.check(manifest)
-        self._bind_loop()
-        async with self._lock:
+        self._steps.bind()
+        async with self._steps.lock:
             self._loaded()
             self._stale = True
             cancelled = threading.Event()
             try:
-                await self._run(
+                await self._steps.run(
                     lambda: writer.write(manifest, weights, cancelled=cancelled.is_set), on_cancel=cancelled.set
                 )
             except BaseException:
@@ -432,86 +405,39 @@ class TransformersServer(AsyncServerBase):
             batcher.weights_changed(manifest.version)
             self.policy_version = manifest.version
             self._stale = False
-        self._ensure_driver()
+        self._steps.wake()
 
     async def reset_prefix_cache(self) -> None:
         batcher = self._loaded()
-        self._bind_loop()
-        async with self._lock:
+        self._steps.bind()
+        async with self._steps.lock:
             self._tidy()
             batcher.table.free_idle()
 
-    # The driver
-
-    def _bind_loop(self) -> None:
-        """Locks and events belong to one event loop; another may take over once the first has nothing in flight."""
-        loop = asyncio.get_running_loop()
-        if loop is self._loop:
-            return
-        if (
-            self._loop is not None
-            and not self._loop.is_closed()
-            and self._driver is not None
-            and not self._driver.done()
-        ):
-            raise EngineInputError("server must be used from one event loop at a time, got a second; await the first")
-        self._loop = loop
-        self._lock = asyncio.Lock()
-        self._step_ended = asyncio.Event()
-        self._driver = None
-
-    def _ensure_driver(self) -> None:
-        if (self._driver is None or self._driver.done()) and self._has_work():
-            self._driver = asyncio.get_running_loop().create_task(self._drive(), name="ostinato-engine")
+    # Between and around steps
 
     def _has_work(self) -> bool:
         if self._batcher is None or self._closed or self._asleep or self._stale or self._paused is PauseMode.KEEP:
             return False
         return bool(self._batcher.num_running) or (self._paused is None and bool(self._waiting))
 
-    async def _drive(self) -> None:
-        try:
-            quiet_ticks = _QUIET_TICKS if self._inline else 1
-            while True:
-                await self._settle(quiet_ticks)
-                async with self._lock:
-                    self._tidy()
-                    if not self._has_work():
-                        return
-                    assert self._batcher is not None
-                    if self._paused is None:
-                        self._batcher.admit(self._waiting)
-                    ended = await self._run(self._batcher.step)
-                    for request, outcome in ended:
-                        if not request.ended:
-                            request.resolve(outcome)
-                    quiet_ticks = _QUIET_TICKS if self._inline and ended else 1
-                self._announce_step()
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            self._crash(error)
-            if not isinstance(error, Exception):
-                raise
-        finally:
-            self._announce_step()
+    def _prepare_step(self) -> bool:
+        self._tidy()
+        if self._batcher is None or not self._has_work():
+            return False
+        if self._paused is None:
+            self._batcher.admit(self._waiting)
+        return True
 
-    async def _settle(self, quiet_ticks: int) -> None:
-        """Lets callers that were just answered, or are about to start, put their requests into this batch."""
-        quiet = 0
-        for _ in range(_MAX_TICKS):
-            if quiet >= quiet_ticks:
-                return
-            before = len(self._waiting)
-            await asyncio.sleep(0)
-            if len(self._waiting) != before:
-                quiet_ticks, quiet = _QUIET_TICKS if self._inline else 1, 0
-            else:
-                quiet += 1
+    def _step(self) -> "list[Ended]":
+        assert self._batcher is not None
+        return self._batcher.step()
 
-    def _announce_step(self) -> None:
-        self._step_ended.set()
-        self._step_ended = asyncio.Event()
+    def _deliver(self, ended: "list[Ended]") -> bool:
+        for request, outcome in ended:
+            if not request.ended:
+                request.resolve(outcome)
+        return bool(ended)
 
     def _tidy(self) -> None:
         """Takes out requests whose callers went away, and frees conversations that are over. Between steps only."""
@@ -524,22 +450,6 @@ class TransformersServer(AsyncServerBase):
         for request_id in self._released:
             self._batcher.release(request_id)
         self._released.clear()
-
-    async def _run(self, work: Callable[[], T], *, on_cancel: Callable[[], object] | None = None) -> T:
-        """Runs blocking work inline or in the worker thread; a cancelled caller still waits until it has ended."""
-        if self._inline:
-            return work()
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="ostinato-engine")
-        future = asyncio.get_running_loop().run_in_executor(self._executor, work)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            if on_cancel is not None:
-                on_cancel()
-            await asyncio.wait([future])
-            future.exception()
-            raise
 
     def _crash(self, error: BaseException) -> None:
         self._failure = error
