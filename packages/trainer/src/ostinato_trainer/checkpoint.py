@@ -8,6 +8,7 @@ One run owns a root. The manager does not know what is in a checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -246,9 +247,9 @@ def _flush(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a file or directory that only this module knows of; what cannot be removed now is a leftover of the
-    next start."""
+    """Removes a file or directory that only this module knows of; what resists is removed when the root is opened again."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+        return
+    with contextlib.suppress(OSError):
+        path.unlink()

@@ -116,10 +116,8 @@ def sft_steps(
         raise BatchError(
             "mask must be 1 somewhere, got 0 everywhere; there is nothing to learn, check the tokenization"
         )
-    order = _endless_order(data.num_sequences, seed)
-    size = min(batch_size, data.num_sequences)
-    for step in range(1, steps + 1):
-        chosen = _take_distinct(order, size)
+    batches = _endless_batches(data.num_sequences, min(batch_size, data.num_sequences), seed)
+    for step, chosen in zip(range(1, steps + 1), batches, strict=False):
         batch = with_loss_weights(data.select(chosen), LossAggMode.TOKEN_MEAN)
         metrics = backend.forward_backward(
             batch.split_by_tokens(max_tokens_per_micro_batch, allow_longer=True), sft_loss
@@ -166,15 +164,23 @@ def train_sft(
     backend.save_hf(output)
 
 
-def _endless_order(count: int, seed: int) -> Iterator[int]:
+def _endless_batches(count: int, size: int, seed: int) -> Iterator[list[int]]:
+    """Batches of `size` different positions from one permutation after another.
+
+    Where two epochs meet in a batch, a position that is in it already waits for the next batch.
+    """
     generator = torch.Generator().manual_seed(seed)
+    waiting: list[int] = []
     while True:
-        yield from torch.randperm(count, generator=generator).tolist()
-
-
-def _take_distinct(order: Iterator[int], size: int) -> list[int]:
-    """The next `size` different positions; one that comes again where two epochs meet is passed over."""
-    chosen: dict[int, None] = {}
-    while len(chosen) < size:
-        chosen[next(order)] = None
-    return list(chosen)
+        chosen: dict[int, None] = {}
+        later: list[int] = []
+        while len(chosen) < size:
+            if not waiting:
+                waiting = torch.randperm(count, generator=generator).tolist()[::-1]
+            position = waiting.pop()
+            if position in chosen:
+                later.append(position)
+            else:
+                chosen[position] = None
+        waiting.extend(reversed(later))
+        yield list(chosen)

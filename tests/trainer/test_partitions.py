@@ -1,0 +1,71 @@
+"""Micro-batches hold every sequence once, keep to their budget and are balanced."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato_trainer.errors import BatchError
+from ostinato_trainer.partitions import chunks_by_count, chunks_by_padded_tokens, chunks_by_tokens, even_chunks
+
+LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
+
+
+def padded(lengths, chunk):
+    return len(chunk) * max(lengths[place] for place in chunk)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 200), st.integers(1, 30))
+def test_even_chunks_differ_by_one_at_most(count, size):
+    """Consecutive chunks cover the range with as few pieces as possible, alike in size."""
+    chunks = even_chunks(count, size)
+    assert [place for chunk in chunks for place in chunk] == list(range(count))
+    assert len(chunks) == -(-count // size)
+    assert not chunks or max(map(len, chunks)) - min(map(len, chunks)) <= 1
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 20))
+def test_chunks_by_count_cover_everything_once(lengths, size):
+    """No sequence is lost or doubled and no micro-batch is too large."""
+    chunks = chunks_by_count(lengths, size)
+    assert sorted(place for chunk in chunks for place in chunk) == list(range(len(lengths)))
+    assert max(map(len, chunks)) <= size
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(50, 300))
+def test_padded_chunks_keep_the_budget(lengths, budget):
+    """Sequences times longest stays within the budget, and no sequence is lost or doubled."""
+    chunks = chunks_by_padded_tokens(lengths, budget)
+    assert sorted(place for chunk in chunks for place in chunk) == list(range(len(lengths)))
+    assert max(padded(lengths, chunk) for chunk in chunks) <= budget
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(50, 300))
+def test_unpadded_chunks_keep_the_budget_and_are_few(lengths, budget):
+    """Token sums stay within the budget; there are fewer than twice the micro-batches that the sum alone demands, plus one."""
+    chunks = chunks_by_tokens(lengths, budget)
+    assert sorted(place for chunk in chunks for place in chunk) == list(range(len(lengths)))
+    assert max(sum(lengths[place] for place in chunk) for chunk in chunks) <= budget
+    assert len(chunks) <= 2 * -(-sum(lengths) // budget) + 1
+
+
+def test_padded_chunks_are_evened_out():
+    """Nine equal sequences with room for eight go five and four, not eight and one."""
+    assert sorted(len(chunk) for chunk in chunks_by_padded_tokens([10] * 9, 80)) == [4, 5]
+
+
+@pytest.mark.parametrize("split", [chunks_by_tokens, chunks_by_padded_tokens])
+def test_a_longer_sequence_is_refused_or_goes_alone(split):
+    """A sequence above the budget is an error that names the key, unless it may go alone."""
+    with pytest.raises(BatchError, match="ppo_max_token_len_per_gpu"):
+        split([5, 99, 5], 20)
+    assert [1] in split([5, 99, 5], 20, allow_longer=True)
+
+
+def test_a_size_below_one_is_refused():
+    """A micro-batch of no sequence cannot be cut."""
+    with pytest.raises(BatchError, match="at least 1, got 0"):
+        even_chunks(3, 0)
