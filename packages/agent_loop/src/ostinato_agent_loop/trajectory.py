@@ -35,3 +35,7 @@ class RolloutBatch(msgspec.Struct, frozen=True):
     """`n` for each row, in the order of the rows."""
     metrics: dict[str, float]
     """One flat mapping under the field's metric names; durations in seconds."""
+
+    def __repr__(self) -> str:
+        failed = sum(trajectory.failure is not None for trajectory in self.trajectories)
+        return f"RolloutBatch({len(self.trajectories)} trajectories, {failed} failed)"
