@@ -140,6 +140,8 @@ def test_a_class_of_one_s_own_takes_its_place(tmp_path: Path) -> None:
         "class Loud(RLHFDataset):\n"
         "    def __getitem__(self, index):\n"
         "        return super().__getitem__(index) | {'loud': True}\n"
+        "class Narrow(RLHFDataset):\n"
+        "    def __init__(self, data_files): pass\n"
         "number = 3\n"
     )
     file = jsonl(tmp_path, [row("a")])
@@ -147,9 +149,10 @@ def test_a_class_of_one_s_own_takes_its_place(tmp_path: Path) -> None:
     dataset = create_dataset(file, config=DataConfig(custom_cls=custom), tokenizer=TOKENIZER)
     assert dataset[0]["loud"] is True
     assert isinstance(create_dataset(file, config=DataConfig(), tokenizer=TOKENIZER), RLHFDataset)
-    wrong = CustomClassConfig(path=str(tmp_path / "own.py"), name="number")
-    with pytest.raises(DatasetError, match=r"data.custom_cls must be a class"):
-        create_dataset(file, config=DataConfig(custom_cls=wrong), tokenizer=TOKENIZER)
+    for name, expected in (("number", "must be a class"), ("Narrow", r"must be made as Narrow\(data_files")):
+        wrong = CustomClassConfig(path=str(tmp_path / "own.py"), name=name)
+        with pytest.raises(DatasetError, match=f"data.custom_cls {expected}"):
+            create_dataset(file, config=DataConfig(custom_cls=wrong), tokenizer=TOKENIZER)
 
 
 def test_no_files_are_an_error() -> None:

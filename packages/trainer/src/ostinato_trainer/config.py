@@ -12,7 +12,13 @@ from msgspec import Meta, Struct
 
 from ostinato_trainer.config_actor import ActorConfig, AlgorithmConfig, ModelConfig, OptimConfig
 from ostinato_trainer.config_data import CustomClassConfig, CustomRewardConfig, DataConfig, RewardConfig
-from ostinato_trainer.config_rollout import AgentConfig, CustomServerConfig, MultiTurnConfig, RolloutConfig, ValConfig
+from ostinato_trainer.config_rollout import (
+    AgentConfig,
+    CustomServerConfig,
+    MultiTurnConfig,
+    RolloutConfig,
+    ValidationSamplingConfig,
+)
 
 __all__ = [
     "ActorConfig",
@@ -30,7 +36,7 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "TrainerConfig",
-    "ValConfig",
+    "ValidationSamplingConfig",
 ]
 
 

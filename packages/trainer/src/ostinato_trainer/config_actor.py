@@ -47,7 +47,7 @@ class ActorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     strategy: Literal["local"] = "local"
     """Training backend; local means one process and one device."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the trained weights."""
+    """What the model computes in; weights and moments are kept in float32."""
     optim: OptimConfig = OptimConfig()
     """The optimizer."""
     grad_clip: Annotated[float, Meta(gt=0)] = 1.0
@@ -59,7 +59,7 @@ class ActorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     use_dynamic_bsz: bool = False
     """Fill forward-backward passes by tokens instead of by sequences."""
     ppo_max_token_len_per_gpu: Annotated[int, Meta(ge=1)] = 16384
-    """Most tokens in one forward-backward pass while use_dynamic_bsz is true."""
+    """Most tokens in one pass that computes log-probabilities, and of the update while use_dynamic_bsz is true."""
     ppo_epochs: Annotated[int, Meta(ge=1)] = 1
     """Passes over the batch of one step."""
     clip_ratio: Annotated[float, Meta(gt=0)] = 0.2

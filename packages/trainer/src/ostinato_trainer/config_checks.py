@@ -49,7 +49,7 @@ def consistency_problems(config: Config) -> list[str]:
         )
     if rollout.temperature == 0:
         problems.append(
-            f"{_ROLLOUT}.temperature must be greater than 0 to train: every trajectory of a group would be the same, got 0; "
+            f"{_ROLLOUT}.temperature must be greater than 0 to train: else all of a group are alike, got 0; "
             f"write {_ROLLOUT}.temperature=1.0"
         )
     longest = data.max_prompt_length + data.max_response_length
@@ -65,20 +65,20 @@ def consistency_problems(config: Config) -> list[str]:
             f"data.max_response_length = {longest} tokens, got {actor.ppo_max_token_len_per_gpu}; "
             f"write {_ACTOR}.ppo_max_token_len_per_gpu={longest} or more"
         )
-    problems += _half_given_classes(config)
+    custom = data.custom_cls
+    if (custom.path is None) != (custom.name is None):
+        problems.append(
+            f"data.custom_cls.path and .name must be given together, got {custom.path} and {custom.name}; write both"
+        )
+    if config.reward.timeout_s > rollout.agent.reward_timeout_s:
+        problems.append(
+            f"reward.timeout_s must be at most {_ROLLOUT}.agent.reward_timeout_s, which also covers waiting for a free "
+            f"worker, got {config.reward.timeout_s:g} and {rollout.agent.reward_timeout_s:g}; "
+            f"write {_ROLLOUT}.agent.reward_timeout_s={10 * config.reward.timeout_s:g}"
+        )
     if len(set(config.trainer.logger)) < len(config.trainer.logger):
         names = ", ".join(config.trainer.logger)
         problems.append(f"trainer.logger must name each logger once, got [{names}]; remove the repeated name")
-    return problems
-
-
-def _half_given_classes(config: Config) -> list[str]:
-    server = config.actor_rollout_ref.rollout.agent.custom_async_server
-    problems = []
-    for path, node in (("data.custom_cls", config.data.custom_cls), (f"{_ROLLOUT}.agent.custom_async_server", server)):
-        if (node.path is None) != (node.name is None):
-            given, missing = ("path", "name") if node.name is None else ("name", "path")
-            problems.append(f"{path}.{missing} must be given where {path}.{given} is, got null; write both or neither")
     return problems
 
 
@@ -93,11 +93,6 @@ def unread_keys(config: Config, written: Collection[str]) -> list[str]:
     rules = (
         (not actor.use_kl_loss, f"{_ACTOR}.use_kl_loss is false", (f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type")),
         (actor.use_dynamic_bsz, f"{_ACTOR}.use_dynamic_bsz is true", (f"{_ACTOR}.ppo_micro_batch_size_per_gpu",)),
-        (
-            not actor.use_dynamic_bsz,
-            f"{_ACTOR}.use_dynamic_bsz is false",
-            (f"{_ACTOR}.ppo_max_token_len_per_gpu",),
-        ),
         (
             not rollout.val_kwargs.do_sample,
             f"{_ROLLOUT}.val_kwargs.do_sample is false",

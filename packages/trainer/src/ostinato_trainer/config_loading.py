@@ -25,12 +25,13 @@ from ostinato_trainer.config_schema import is_free_form, schema_keys, schema_sec
 from ostinato_trainer.config_unknown import unknown_key_message
 from ostinato_trainer.errors import ConfigError
 
-__all__ = ["load_config", "to_yaml"]
+__all__ = ["flat_values", "load_config", "to_yaml"]
 
 logger = logging.getLogger(__name__)
 
-CONFIG_DIR: Final = "${config_dir}"
+_CONFIG_DIR: Final = re.compile(r"(?<!\\)\$\{config_dir\}")
 """In a file's values this stands for the folder of that file."""
+_INTERPOLATION: Final = re.compile(r"(\\*)\$\{")
 _OVERRIDE_KEY: Final = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 _ERROR_PATH: Final = re.compile(r" - at `\$\.?(.*)`$")
 
@@ -77,20 +78,28 @@ def load_config(files: str | Path | Sequence[str | Path] = (), overrides: Sequen
 
 def to_yaml(config: Config) -> str:
     """The whole tree as YAML, defaults included; `load_config` reads it back to an equal tree."""
-    plain = msgspec.to_builtins(config, builtin_types=())
-    text = yaml.safe_dump(_with_lists(plain), sort_keys=False, allow_unicode=True)
-    return text.replace("${", "\\${") if "${" in text else text
+    plain = msgspec.to_builtins(config)
+    return yaml.safe_dump(_written(plain), sort_keys=False, allow_unicode=True)
+
+
+def _written(value: Any) -> Any:
+    """`value` with tuples as lists and with `${` in text escaped, so that it is read back as text."""
+    if isinstance(value, dict):
+        return {key: _written(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_written(item) for item in value]
+    return _INTERPOLATION.sub(r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def flat_values(config: Config) -> dict[str, Any]:
+    """The value of every key by dotted path, as plain Python."""
+    nested = msgspec.to_builtins(config)
+    return {path: _lookup(nested, path) for path in schema_keys(Config)}
 
 
 def _default(path: str) -> Any:
     key = schema_keys(Config).get(path)
-    return None if key is None else _with_lists(msgspec.to_builtins(key.default))
-
-
-def _with_lists(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _with_lists(item) for key, item in value.items()}
-    return [_with_lists(item) for item in value] if isinstance(value, list | tuple) else value
+    return None if key is None else _written(msgspec.to_builtins(key.default))
 
 
 def _read_file(path: Path) -> _Source:
@@ -140,7 +149,7 @@ def _with_config_dir(value: Any, directory: str) -> Any:
         return {key: _with_config_dir(item, directory) for key, item in value.items()}
     if isinstance(value, list):
         return [_with_config_dir(item, directory) for item in value]
-    return value.replace(CONFIG_DIR, directory) if isinstance(value, str) else value
+    return _CONFIG_DIR.sub(lambda _: directory, value) if isinstance(value, str) else value
 
 
 def _flatten(raw: Mapping[Any, Any], source: str) -> dict[str, Any]:

@@ -108,6 +108,7 @@ RENAMED_NAMES: Final[dict[str, str]] = {
 """Last name of a key, wherever it was written -> full path here."""
 
 _ON_POLICY: Final = "this version trains on-policy, every batch sampled with the newest weights"
+_LOG_PROB: Final = f"log-probabilities are computed {_ACTOR}.ppo_max_token_len_per_gpu tokens at a time"
 _NO_CRITIC: Final = "this version has no critic"
 _HF_ENGINE: Final = "it belongs to an inference engine that this version does not run"
 
@@ -140,12 +141,12 @@ UNREAD_NAMES: Final[dict[str, str]] = {
     "critic_warmup": _NO_CRITIC,
     "calculate_log_probs": "log-probabilities of sampled tokens are always recorded",
     "enable_gradient_checkpointing": "the backend does not recompute activations",
-    "log_prob_micro_batch_size": "log-probabilities are computed in the micro-batches of the update",
-    "log_prob_micro_batch_size_per_gpu": "log-probabilities are computed in the micro-batches of the update",
-    "log_prob_use_dynamic_bsz": "log-probabilities are computed in the micro-batches of the update",
-    "log_prob_max_token_len_per_gpu": "log-probabilities are computed in the micro-batches of the update",
+    "log_prob_micro_batch_size": _LOG_PROB,
+    "log_prob_micro_batch_size_per_gpu": _LOG_PROB,
+    "log_prob_use_dynamic_bsz": _LOG_PROB,
+    "log_prob_max_token_len_per_gpu": _LOG_PROB,
     "val_batch_size": "all validation rows go to the engine at once",
-    "resume_mode": "a run begins where the given weights are",
+    "resume_mode": "a run begins with the weights at actor_rollout_ref.model.path",
     "num_repeat_rollouts": "the number of trajectories of a prompt is actor_rollout_ref.rollout.n",
     "reward_fn_key": "rewards are chosen by the column data_source",
     "image_key": "images are refused for now",

@@ -7,6 +7,7 @@ rows are decoded again on access, so that nothing an agent changes reaches anoth
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -214,4 +215,11 @@ def create_dataset(
         raise DatasetError(
             f"data.custom_cls must be a class with __len__ and __getitem__, got {cls!r}; derive it from RLHFDataset"
         )
+    try:
+        inspect.signature(cls).bind(data_files, config=config, tokenizer=tokenizer, tool_schemas=tool_schemas)
+    except TypeError as error:
+        raise DatasetError(
+            f"data.custom_cls must be made as {custom.name}(data_files, *, config, tokenizer, tool_schemas), got {error}; "
+            "take these arguments, or **kwargs"
+        ) from None
     return cls(data_files, config=config, tokenizer=tokenizer, tool_schemas=tool_schemas)

@@ -1,0 +1,78 @@
+"""Objects of the user's own, named by a Python file (or dotted module) and a name in it.
+
+Importing runs the user's code: whatever it raises comes out as the caller's error with file and line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ostinato_trainer.errors import TrainerError
+
+__all__ = ["load_object"]
+
+
+def load_object(path: str, name: str, *, key: str, error: type[TrainerError]) -> Any:
+    """Import `path` and return its attribute `name`.
+
+    Args:
+        path: a `.py` file, or a dotted module name.
+        name: attribute of that module.
+        key: the configuration key that named them, without `.path` and `.name`; for messages.
+        error: what to raise.
+
+    Raises:
+        error: the file or module is missing, raises while it is imported, or has no such attribute.
+    """
+    is_file = path.endswith(".py") or "/" in path
+    module = _import_file(path, key, error) if is_file else _import_module(path, key, error)
+    if not hasattr(module, name):
+        names = ", ".join(sorted(other for other in vars(module) if not other.startswith("_"))) or "nothing"
+        raise error(f"{key}.name must be defined in {path}, got {name!r}; it defines {names}")
+    return getattr(module, name)
+
+
+def _import_file(path: str, key: str, error: type[TrainerError]) -> ModuleType:
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise error(f"{key}.path must be an existing Python file, got {path}; check the path")
+    name = f"ostinato_custom_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise error(f"{key}.path must be a Python file, got {path}; rename it to end with .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as cause:
+        del sys.modules[name]
+        if not isinstance(cause, Exception | SystemExit):
+            raise
+        raise error(f"{key}.path must import without errors, got {_place(cause, path)}; mend the file") from cause
+    return module
+
+
+def _import_module(path: str, key: str, error: type[TrainerError]) -> ModuleType:
+    try:
+        return importlib.import_module(path)
+    except (Exception, SystemExit) as cause:
+        raise error(
+            f"{key}.path must be a Python file or an importable module, got {_place(cause, path)}; check the path"
+        ) from cause
+
+
+def _place(cause: BaseException, path: str) -> str:
+    """The error with the line of the user's file that raised it."""
+    frames = traceback.extract_tb(cause.__traceback__)
+    name = Path(path).name
+    line = next((frame.lineno for frame in reversed(frames) if Path(frame.filename).name == name), None)
+    return f"{path}{'' if line is None else f':{line}'}: {type(cause).__name__}: {cause}"

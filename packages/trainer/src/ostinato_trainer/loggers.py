@@ -1,0 +1,191 @@
+"""Where metrics go: the console, `metrics.jsonl`, MLflow; one line a step.
+
+Metrics are for people: a logger that fails is reported once and dropped, and the run goes on. Knows no metric by name.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import msgspec
+from rich.console import Console
+
+from ostinato_trainer.config import Config
+from ostinato_trainer.errors import LoggerError
+
+__all__ = ["METRICS_FILE", "ConsoleLogger", "JsonlLogger", "Loggers", "MetricsLogger"]
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE: Final = "metrics.jsonl"
+_CONSOLE_METRICS: Final = (
+    ("critic/score/mean", "score"),
+    ("response_length/mean", "length"),
+    ("num_turns/mean", "turns"),
+    ("actor/pg_loss", "loss"),
+    ("actor/grad_norm", "grad"),
+    ("timing_s/step", "s"),
+)
+
+
+class MetricsLogger(Protocol):
+    """One place for metrics."""
+
+    name: str
+    """What the configuration calls it."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a step."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is pending."""
+        ...
+
+
+class ConsoleLogger:
+    """A short line a step: score, lengths, loss, seconds, and whatever validation says."""
+
+    name = "console"
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the line; without any of the usual metrics, the first few that there are."""
+        shown = [(label, metrics[key]) for key, label in _CONSOLE_METRICS if key in metrics]
+        shown += [(key, value) for key, value in metrics.items() if key.startswith("val-core/")]
+        if not shown:
+            shown = list(metrics.items())[: len(_CONSOLE_METRICS)]
+        text = "  ".join(f"{label} {value:.4g}" for label, value in shown)
+        self._console.print(f"step {step}  {text}", markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Nothing is pending."""
+
+
+class JsonlLogger:
+    """`metrics.jsonl`: one JSON object a step, written out at once; NaN and infinities become null.
+
+    Args:
+        path: the file; its folder is made. A file of an earlier run is kept under another name, `metrics.1.jsonl`.
+        resume: go on with the file that is there.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    name = "jsonl"
+
+    def __init__(self, path: str | Path, *, resume: bool = False) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not resume and self.path.exists() and self.path.stat().st_size:
+            os.replace(self.path, _free_name(self.path))
+        self._file = self.path.open("ab")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the line of a step."""
+        line = {"step": step, **{key: _json_number(value) for key, value in metrics.items()}}
+        self._file.write(msgspec.json.encode(line) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Loggers:
+    """Several loggers as one; each that fails is reported and dropped.
+
+    Args:
+        loggers: the loggers, in the order in which they are to write.
+    """
+
+    name = "loggers"
+
+    def __init__(self, loggers: Sequence[MetricsLogger]) -> None:
+        self._loggers = list(loggers)
+
+    @classmethod
+    def from_config(cls, config: Config, *, console: Console | None = None, resume: bool = False) -> Loggers:
+        """The loggers that `trainer.logger` names.
+
+        Args:
+            config: the whole configuration; MLflow records it.
+            console: where the console logger prints.
+            resume: go on with the metrics file that is there.
+
+        Raises:
+            LoggerError: a logger cannot be made, before any training is lost to it.
+        """
+        return cls([_open(name, config, console, resume) for name in config.trainer.logger])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the loggers that still work."""
+        return tuple(each.name for each in self._loggers)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Give the metrics of a step to every logger that still works."""
+        for each in tuple(self._loggers):
+            try:
+                each.log(step, metrics)
+            except Exception:
+                logger.exception("the logger %s failed at step %d and gets no further metrics", each.name, step)
+                self._loggers.remove(each)
+
+    def close(self) -> None:
+        """Close every logger that still works."""
+        for each in self._loggers:
+            try:
+                each.close()
+            except Exception:
+                logger.exception("the logger %s failed while closing", each.name)
+
+
+def _open(name: str, config: Config, console: Console | None, resume: bool) -> MetricsLogger:
+    if name == "console":
+        return ConsoleLogger(console)
+    if name == "jsonl":
+        path = Path(config.trainer.local_dir) / METRICS_FILE
+        try:
+            return JsonlLogger(path, resume=resume)
+        except OSError as error:
+            raise LoggerError(
+                f"{path} must be a file that can be written: {error.strerror or error}; "
+                "set trainer.default_local_dir to another folder"
+            ) from error
+    if name == "mlflow":
+        return _open_mlflow(config)
+    raise LoggerError(f"trainer.logger must name console, jsonl or mlflow, got {name!r}; write one of these")
+
+
+def _open_mlflow(config: Config) -> MetricsLogger:
+    try:
+        from ostinato_trainer.mlflow_logger import MlflowLogger
+    except ImportError as error:
+        raise LoggerError(
+            f"the logger mlflow must have the extra mlflow ({error}); run: pip install 'ostinato-trainer[mlflow]', "
+            "or leave mlflow out of trainer.logger"
+        ) from None
+    return MlflowLogger(config)
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (candidate := path.with_suffix(f".{number}{path.suffix}")).exists():
+        number += 1
+    return candidate
+
+
+def _json_number(value: Any) -> Any:
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None

@@ -1,0 +1,56 @@
+"""Metrics to MLflow. The only module that imports it; behind the extra `mlflow`.
+
+Where the tracking server is, MLflow itself decides (`MLFLOW_TRACKING_URI`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+import mlflow  # pyright: ignore[reportMissingImports]  (an extra)
+
+from ostinato_trainer.config import Config
+from ostinato_trainer.config_docs import config_rows
+from ostinato_trainer.config_loading import flat_values
+from ostinato_trainer.errors import LoggerError
+
+__all__ = ["MlflowLogger"]
+
+_NOT_IN_NAMES: Final = re.compile(r"[^\w\-. :/]")
+_MAX_PARAM_CHARS: Final = 500
+
+
+class MlflowLogger:
+    """One MLflow run in the experiment `trainer.project_name`, named `trainer.experiment_name`.
+
+    Args:
+        config: every key is recorded as a parameter.
+
+    Raises:
+        LoggerError: the tracking server cannot be reached or refuses.
+    """
+
+    name = "mlflow"
+
+    def __init__(self, config: Config) -> None:
+        try:
+            mlflow.set_experiment(config.trainer.project_name)
+            self._run = mlflow.start_run(run_name=config.trainer.experiment_name)
+            values = flat_values(config)
+            mlflow.log_params({row.key: str(values[row.key])[:_MAX_PARAM_CHARS] for row in config_rows()})
+        except Exception as error:
+            raise LoggerError(
+                f"the logger mlflow must reach its tracking server, got {type(error).__name__}: {error}; "
+                "check MLFLOW_TRACKING_URI, or leave mlflow out of trainer.logger"
+            ) from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a step; `@` in a name becomes `_at_`, since MLflow does not take it."""
+        named = {_NOT_IN_NAMES.sub("_", key.replace("@", "_at_")): float(value) for key, value in metrics.items()}
+        mlflow.log_metrics(named, step=step, run_id=self._run.info.run_id)
+
+    def close(self) -> None:
+        """End the run."""
+        mlflow.end_run()

@@ -1,0 +1,140 @@
+"""What a row must be before an agent may run on it, and what the agent gets: `check_row` and `row_item`.
+
+Pure functions over one decoded row; they know no file and no tokens. A problem is a sentence that begins with the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ostinato_trainer.config_data import DataConfig
+from ostinato_trainer.data_files import as_mapping, parsed_json_text
+
+__all__ = ["check_row", "row_item"]
+
+_MEDIA_COLUMNS = ("images", "videos")
+
+
+def row_item(row: dict[str, Any], config: DataConfig, position: int) -> dict[str, Any]:
+    """The fields that an agent receives: the row's own, and in addition
+
+    `raw_prompt` (messages), `extra_info` and `tools_kwargs` (mappings, maybe empty), `index` (that of extra_info, else
+    `position`), and `agent_name`, `data_source` and `reward_model` where the row has them.
+
+    Args:
+        row: a decoded row that `check_row` found right.
+        config: the node `data`.
+        position: place of the row in the dataset, from 0.
+    """
+    item = dict(row)
+    item["raw_prompt"] = parsed_json_text(row[config.prompt_key], list)
+    extra_info = dict(as_mapping(row.get("extra_info")) or {})
+    tools_kwargs = as_mapping(extra_info.get("tools_kwargs", row.get("tools_kwargs"))) or {}
+    if "tools_kwargs" in extra_info:
+        extra_info["tools_kwargs"] = tools_kwargs
+    item["extra_info"] = extra_info
+    item["tools_kwargs"] = tools_kwargs
+    index = extra_info.get("index")
+    item["index"] = index if isinstance(index, int) and not isinstance(index, bool) else position
+    if "reward_model" in row:
+        item["reward_model"] = as_mapping(row["reward_model"])
+    if not config.return_multi_modal_inputs:
+        for column in _MEDIA_COLUMNS:
+            item.pop(column, None)
+    return item
+
+
+def check_row(row: Mapping[str, Any], config: DataConfig) -> str | None:
+    """The first problem of a row as `<field> must ..., got ...; cure`, or None."""
+    return (
+        _check_prompt(row, config.prompt_key)
+        or _check_media(row, config)
+        or _check_mappings(row)
+        or _check_tools(row)
+        or next((_check_text(row, field) for field in ("agent_name", "data_source") if _check_text(row, field)), None)
+    )
+
+
+def _check_prompt(row: Mapping[str, Any], key: str) -> str | None:
+    if key not in row:
+        return f"{key} must be there, got the columns {', '.join(row) or 'none'}; add it or set data.prompt_key"
+    messages = parsed_json_text(row[key], list)
+    if not isinstance(messages, list):
+        cure = "write [{role: user, content: TEXT}]"
+        return f"{key} must be a list of messages, got {type(messages).__name__}; {cure}"
+    if not messages:
+        return f"{key} must hold at least one message, got an empty list; write the question as a user message"
+    for number, message in enumerate(messages):
+        problem = _message_problem(message)
+        if problem is not None:
+            return f"{key}[{number}]{problem}"
+    return None
+
+
+def _message_problem(message: Any) -> str | None:
+    if not isinstance(message, Mapping):
+        return f" must be a message with role and content, got {type(message).__name__}; write a mapping"
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        return f".role must be text such as user, got {role!r}; name the speaker"
+    if content is None:
+        if role == "assistant" and message.get("tool_calls"):
+            return None
+        return ".content must be text, got nothing; write the text, which may be empty"
+    if isinstance(content, str):
+        return None
+    if not isinstance(content, list):
+        return f".content must be text or a list of parts, got {type(content).__name__}; write text"
+    for part in content:
+        if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            return f".content must have text parts only, got a part of type {kind!r}; media is refused for now"
+    return None
+
+
+def _check_media(row: Mapping[str, Any], config: DataConfig) -> str | None:
+    if not config.return_multi_modal_inputs:
+        return None
+    for column in _MEDIA_COLUMNS:
+        if row.get(column):
+            return (
+                f"{column} must be empty, got {len(row[column])} of them: media is refused for now; "
+                "write data.return_multi_modal_inputs=false to ignore the column"
+            )
+    return None
+
+
+def _check_mappings(row: Mapping[str, Any]) -> str | None:
+    for field in ("extra_info", "reward_model", "tools_kwargs"):
+        if field in row and row[field] is not None and as_mapping(row[field]) is None:
+            return f"{field} must be a mapping, got {type(row[field]).__name__}; write a mapping or its JSON text"
+    return None
+
+
+def _check_tools(row: Mapping[str, Any]) -> str | None:
+    extra_info = as_mapping(row.get("extra_info")) or {}
+    raw = extra_info.get("tools_kwargs", row.get("tools_kwargs"))
+    tools_kwargs = as_mapping(raw)
+    if raw is not None and tools_kwargs is None:
+        return (
+            f"extra_info.tools_kwargs must be a mapping, got {type(raw).__name__}; write tool names with their kwargs"
+        )
+    for name, kwargs in (tools_kwargs or {}).items():
+        if not isinstance(kwargs, Mapping):
+            return (
+                f"extra_info.tools_kwargs.{name} must be a mapping, got {type(kwargs).__name__}; "
+                "write create_kwargs, execute_kwargs or release_kwargs"
+            )
+    if extra_info.get("need_tools_kwargs") and not tools_kwargs:
+        return (
+            "extra_info.tools_kwargs must name a tool where need_tools_kwargs is true, got none; add the tools' kwargs"
+        )
+    return None
+
+
+def _check_text(row: Mapping[str, Any], field: str) -> str | None:
+    value = row.get(field)
+    if value is None or (isinstance(value, str) and value):
+        return None
+    return f"{field} must be text, got {value!r}; write a name or leave the column out"
