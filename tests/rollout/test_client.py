@@ -218,6 +218,15 @@ async def test_release_forgets_the_conversation_and_tells_the_replica(stub_serve
     assert (client.num_sticky, server.released) == (0, ["a"])
 
 
+async def test_the_memory_of_places_is_bounded(stub_server, monkeypatch):
+    """Conversations that nobody releases are forgotten, the oldest first, instead of piling up."""
+    monkeypatch.setattr("ostinato_rollout.client._MAX_STICKY", 3)
+    client = LLMServerClient([stub_server()])
+    for index in range(10):
+        await client.generate(f"r{index}", [1], PARAMS)
+    assert client.num_sticky == 3
+
+
 async def test_a_bare_list_of_ids_is_an_output_without_logprobs(stub_server):
     """A third party's server may return ids only."""
     result = await LLMServerClient([stub_server([[4, 5]])]).generate("a", [1], {"max_tokens": 3})

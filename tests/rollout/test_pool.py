@@ -81,6 +81,19 @@ async def test_a_replica_that_does_not_answer_is_taken_out_at_the_deadline(stub_
     assert "must wake up within 0.05 s" in pool.lost[0].message
 
 
+async def test_a_replica_that_cancels_itself_is_taken_out(stub_server):
+    """A CancelledError that no one asked for is a failure of that replica, not a success."""
+    servers = [stub_server(), stub_server()]
+
+    async def cancelled(tags=None):
+        raise asyncio.CancelledError
+
+    servers[0].wake_up = cancelled
+    pool = ServerPool(servers)
+    await pool.wake_up()
+    assert list(pool.lost) == [0]
+
+
 async def test_a_replica_that_never_sleeps_stays_in_service(stub_server):
     """An engine that cannot sleep stays awake; that is no failure."""
     server = stub_server()

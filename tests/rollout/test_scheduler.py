@@ -88,3 +88,22 @@ async def test_no_place_at_all_is_refused():
     """A concurrency below one is an error, not a hang."""
     with pytest.raises(SessionInputError, match="concurrency must be at least 1, got 0"):
         await RolloutScheduler().run([1], lambda item: None, concurrency=0)
+
+
+async def test_an_item_cancelled_by_others_frees_its_place():
+    """Cancelling one item's task, even before it began, is a Failure in its place; the rest goes on."""
+
+    outer = asyncio.current_task()
+
+    async def run_one(item):
+        if item == 0:
+            for task in asyncio.all_tasks():
+                if task not in (asyncio.current_task(), run, outer):
+                    task.cancel()
+        return item
+
+    run = asyncio.create_task(RolloutScheduler().run(range(6), run_one, concurrency=2))
+    results = await asyncio.wait_for(run, 5)
+    assert results[0] == 0
+    assert results[2:] == [2, 3, 4, 5]
+    assert results[1].kind is FailureKind.CANCELLED

@@ -31,7 +31,9 @@ class TrajectoryEnd(StrEnum):
     TOOL_RESPONSE_LENGTH = "tool_response_length"
     """The answer of the tools left no room to go on; it is not part of the output."""
     MAX_ASSISTANT_TURNS = "max_assistant_turns"
+    """The model has had as many turns as it may."""
     MAX_USER_TURNS = "max_user_turns"
+    """Tools have answered as often as they may."""
     TOOL_TERMINATED = "tool_terminated"
     """A tool said that the trajectory is over."""
     MALFORMED_CALLS = "malformed_calls"
@@ -75,7 +77,8 @@ class AgentLoopOutput(msgspec.Struct, kw_only=True):
     response_mask: list[int]
     """1 where the policy sampled the token, else 0; as long as `response_ids`."""
     response_logprobs: list[float] | None = None
-    """Log-probabilities of the sampled tokens under the policy that sampled them, NaN or 0.0 elsewhere; None if unknown."""
+    """Log-probabilities of the sampled tokens under the policy that sampled them, 0.0 elsewhere; NaN where a turn
+    has none, None if all lack them."""
     num_turns: int = 0
     """Messages of the conversation, the first prompt counted as one."""
     stop_reason: TrajectoryEnd = TrajectoryEnd.STOP

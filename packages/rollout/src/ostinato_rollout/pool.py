@@ -184,6 +184,14 @@ class ServerPool:
                 failures[replica] = TimeoutError(
                     f"replica {replica} must {purpose} within {self._timeout_s:g} s, got no answer; look at its log"
                 )
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                failures[replica] = ReplicaError(
+                    f"replica {replica} must {purpose}, got cancelled by itself; see its log"
+                )
+                failures[replica].__cause__ = error
             except Exception as error:
                 failures[replica] = error
 

@@ -47,12 +47,10 @@ class RolloutScheduler:
             except Exception as error:
                 logger.exception("item %d failed", index)
                 results[index] = Failure.from_error(error, f"item {index}")
-            finally:
-                places.release()
 
         async with asyncio.TaskGroup() as group:
             for index, item in enumerate(items):
                 await places.acquire()
-                results.append(Failure(f"item {index}", FailureKind.CANCELLED, "ended before it began"))
-                group.create_task(one(index, item))
+                results.append(Failure(f"item {index}", FailureKind.CANCELLED, "its task was cancelled"))
+                group.create_task(one(index, item)).add_done_callback(lambda _: places.release())
         return results
