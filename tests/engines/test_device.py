@@ -1,0 +1,56 @@
+"""Devices are picked and checked in one place."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ostinato_engines
+from ostinato_engines import EngineInputError, device
+
+torch = pytest.importorskip("torch")
+
+
+def test_auto_is_available():
+    """ "auto" gives a device on which torch can compute."""
+    picked = device.pick_device("auto")
+    assert torch.ones(2, device=picked).sum().item() == 2
+    device.synchronize(picked)
+    device.empty_cache(picked)
+    assert device.memory_allocated(picked) >= 0
+
+
+@pytest.mark.parametrize("name", ["tpu", "cuda:x", "cpu:3", "", "npu"])
+def test_a_wrong_device_is_refused(name):
+    """An unknown kind, a bad index and a device that is not there are errors that name them."""
+    with pytest.raises(EngineInputError, match=f"got {name!r}"):
+        device.pick_device(name)
+
+
+def test_seed_all_seeds_everything():
+    """The same seed gives the same numbers from Python, numpy and torch."""
+
+    def draw():
+        device.seed_all(5)
+        return random.random(), np.random.random(), torch.rand(1).item()
+
+    assert draw() == draw()
+
+
+def test_out_of_memory_is_told_apart():
+    """Memory errors of host and device are recognised, others are not."""
+    assert device.is_out_of_memory(MemoryError())
+    assert device.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert device.is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    assert not device.is_out_of_memory(RuntimeError("shape mismatch"))
+    assert not device.is_out_of_memory(ValueError("out of memory"))
+
+
+def test_no_other_module_names_a_device():
+    """Only device.py of this package says cuda, npu or mps."""
+    root = Path(ostinato_engines.__file__).parent
+    for file in root.rglob("*.py"):
+        if file.name != "device.py":
+            text = file.read_text()
+            assert not any(f'"{kind}"' in text for kind in ("cuda", "npu", "mps")), file
