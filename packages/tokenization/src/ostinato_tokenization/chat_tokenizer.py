@@ -70,11 +70,13 @@ class ChatTokenizer:
         self._own = ControlText(())  # the probe below must see the template's own text
         self.boundaries = probe_boundaries(self)
         eos = self._named_tokens.get("eos_token", "")
-        ends = {self._by_content[text].id for text in self.boundaries.ends}
+        stops = {self._by_content[text].id for text in self.boundaries.stops}
         if (eos_id := self.token_id(eos)) is not None:
-            ends.add(eos_id)
-        self.stop_token_ids: tuple[int, ...] = tuple(sorted(ends))
+            stops.add(eos_id)
+        self.stop_token_ids: tuple[int, ...] = tuple(sorted(stops))
         """Ids that end an assistant turn: what the template writes after one, and the end-of-sequence token."""
+        self.end_token_ids = frozenset(stops | {self._by_content[text].id for text in self.boundaries.ends})
+        """The same, and what the template closes earlier turns with."""
         self._own = ControlText({text for text in (*self.boundaries.structural, eos) if text in self._by_content})
 
     @classmethod

@@ -52,6 +52,7 @@ class ContinuousTokens:
         self.truncated_turn = TruncatedTurn(truncated_turn)
         self._profile = tokenizer.profile(template_kwargs)
         self._stop_ids = frozenset(tokenizer.stop_token_ids)
+        self._end_ids = tokenizer.end_token_ids
 
     def build_initial_tokens(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
@@ -158,7 +159,7 @@ class ContinuousTokens:
         length = ledger.last_span(Origin.SAMPLED)
         sampled = ledger.tail_ids(length)
         for at in range(length - 1, max(-1, length - 5), -1):
-            if sampled[at] in self._stop_ids:
+            if sampled[at] in self._end_ids:
                 rest = sampled[at + 1 :]
                 return sampled, at if not rest or not self.tokenizer.decode(rest).strip() else None
         return sampled, None
@@ -166,14 +167,14 @@ class ContinuousTokens:
     def _without_said(self, ids: list[int], stop_id: int, said_after: list[int]) -> list[int]:
         """The continuation without what the policy said itself: its stop token, and a separator after that."""
         first = ids[0]
-        if first in self._stop_ids and (first == stop_id or not self._profile.opens_turn(first)):
+        if first in self._end_ids and (first == stop_id or not self._profile.opens_turn(first)):
             ids = ids[1:]
         return ids[len(said_after) :] if said_after and ids[: len(said_after)] == said_after else ids
 
     def _split_repair(self, ledger: TokenLedger, ids: list[int]) -> tuple[list[int], list[int]]:
         """The tokens that close a truncated turn, and the rest of the continuation."""
         repair = self._reasoning_repair(ledger)
-        if ids[0] in self._stop_ids and not self._profile.opens_turn(ids[0]):
+        if ids[0] in self._end_ids and not self._profile.opens_turn(ids[0]):
             return [*repair, ids[0]], ids[1:]
         return repair, ids
 

@@ -111,8 +111,7 @@ def encode_assistant_delta(
             raise
         text, table = _difference(tokenizer, before[1:], [message], tools, True, False, template_kwargs)
     ids = tokenizer.encode_masked(text, table, continues=True)
-    stops = frozenset(tokenizer.stop_token_ids)
-    said = next((at for at in range(len(ids), 0, -1) if ids[at - 1] in stops), len(ids))
+    said = next((at for at in range(len(ids), 0, -1) if ids[at - 1] in tokenizer.end_token_ids), len(ids))
     return DeltaEncoding(ids, [1] * said + [0] * (len(ids) - said))
 
 

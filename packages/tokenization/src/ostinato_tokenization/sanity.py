@@ -115,7 +115,7 @@ class _Comparison:
             tokenizer.encode_chat, tools=tools, template_kwargs=template_kwargs, started_at=ledger.started_at
         )
         self._lenient = mode == SanityCheckMode.IGNORE_STRIPPABLE
-        self._stops = frozenset(tokenizer.stop_token_ids)
+        self._stops = tokenizer.end_token_ids
         self._recorded = ledger.token_ids
         self._runs = [match.span() for match in _RUNS.finditer(ledger.origins)]
         self._origins = ledger.origins

@@ -48,7 +48,10 @@ class Boundaries(msgspec.Struct, frozen=True):
     """Control strings that a template writes between turns."""
 
     ends: frozenset[str]
-    """Those that come first after what an assistant says."""
+    """Those that come first after what an assistant says, at the end of a conversation or within it."""
+    stops: frozenset[str]
+    """Those of them that the assistant itself is to say: where the end of a conversation shows one, what an earlier
+    turn is closed with does not count."""
     openers: frozenset[str]
     """Those that come last before what a user or tool says."""
     structural: frozenset[str]
@@ -60,8 +63,10 @@ def probe_boundaries(tokenizer: ChatTokenizer) -> Boundaries:
     assistant = {"role": "assistant", "content": SENTINEL}
     user_next = {"role": "user", "content": NEXT_SENTINEL}
     ends: set[str] = set()
+    stops: set[str] = set()
     openers: set[str] = set()
     structural: set[str] = set()
+    closed_at_last = False
     for turn, following in (
         (assistant, None),
         (assistant, user_next),
@@ -74,8 +79,11 @@ def probe_boundaries(tokenizer: ChatTokenizer) -> Boundaries:
         zone, _, prompt = text.rpartition(SENTINEL)[2].partition(NEXT_SENTINEL)
         controls = [string for _, string in tokenizer.find_control(zone)]
         if controls:
-            known = [string for string in controls if string in ends]
-            ends.update(known[:1] or controls[:1])
+            end = next((string for string in controls if string in ends), controls[0])
+            ends.add(end)
+            if following is None or "tool_calls" in turn or not closed_at_last:
+                stops.add(end)
+            closed_at_last = closed_at_last or following is None
             structural.update(string for string in controls if not _is_tag_pair(tokenizer, string))
             if following is not None:
                 openers.add(controls[-1])
@@ -83,7 +91,7 @@ def probe_boundaries(tokenizer: ChatTokenizer) -> Boundaries:
             structural.update(controls)
             header = (string for _, string in tokenizer.find_control(prompt))
             structural.update(string for string in header if not _is_tag_pair(tokenizer, string))
-    return Boundaries(frozenset(ends), frozenset(openers), frozenset(structural | ends))
+    return Boundaries(frozenset(ends), frozenset(stops), frozenset(openers), frozenset(structural | ends))
 
 
 def _render(tokenizer: ChatTokenizer, messages: Sequence[Mapping[str, Any]], following: Any) -> str | None:

@@ -107,7 +107,7 @@ class TemplateProfile:
     ) -> str:
         refusal: Exception | None = None
         for splice in Splice:
-            if splice < self._splice_for(new[0]["role"] == "tool"):
+            if splice < self.splice_for(new[0]["role"] == "tool"):
                 continue
             if splice <= Splice.SYNTHETIC_WITH_TOOLS:
                 history, turn = [USER], _PLAIN_TURN
@@ -138,14 +138,7 @@ class TemplateProfile:
         started_at: float | None,
     ) -> str | None:
         """What follows the assistant's turn, from its close on; None where the turn's end cannot be found."""
-        candidates: list[Mapping[str, Any]] = [{**turn, "content": SENTINEL}]
-        if turn.get("tool_calls"):
-            *calls, last = turn["tool_calls"]
-            holder = last.get("function", last)
-            marked = {**holder, "arguments": {"q": SENTINEL}}
-            last = {**last, "function": marked} if "function" in last else marked
-            candidates.append({**turn, "tool_calls": [*calls, last]})
-        for candidate in candidates:
+        for candidate in _marked(turn):
             text = self._tokenizer.render_as_is(
                 [*history, candidate, *new],
                 tools,
@@ -153,8 +146,8 @@ class TemplateProfile:
                 template_kwargs=self._kwargs,
                 started_at=started_at,
             )
-            _, found, after = text.partition(SENTINEL)
-            if not found or SENTINEL in after:
+            _, found, after = text.rpartition(SENTINEL)
+            if not found:
                 continue
             for offset, control in self._tokenizer.find_control(after):
                 if control in self._tokenizer.boundaries.ends:
@@ -181,7 +174,8 @@ class TemplateProfile:
         ends = [at for at, text in self._tokenizer.find_control(before) if text in self._tokenizer.boundaries.ends]
         return whole[ends[-1] :] if ends else whole[len(before) :]
 
-    def _splice_for(self, tool: bool) -> Splice:
+    def splice_for(self, tool: bool) -> Splice:
+        """The cheapest rendering that continues a conversation with tool results, or with other messages."""
         splice = self._splices.get(tool)
         if splice is None:
             splice = self._splices[tool] = self._probe_splice(tool)
@@ -311,6 +305,17 @@ class TemplateProfile:
             text = ""
         between = text.partition(NEXT_SENTINEL)[2].partition(SENTINEL)
         return between[0] if between[1] and between[0].strip() else "\n</think>\n\n"
+
+
+def _marked(turn: Message) -> list[Message]:
+    """The turn with sentinels where its last words are: what follows the last of them follows the turn."""
+    if not turn.get("tool_calls"):
+        return [{**turn, "content": SENTINEL}]
+    *calls, last = turn["tool_calls"]
+    marked = {**last.get("function", last), "arguments": {"q": SENTINEL}}
+    last = {**last, "function": marked} if "function" in last else marked
+    called = {**turn, "content": "", "tool_calls": [*calls, last]}
+    return [{**called, "content": SENTINEL}, called] if turn["content"] else [called]
 
 
 def check_prefix(before: str, whole: str) -> None:

@@ -1,0 +1,138 @@
+"""The sanity check finds what training and inference would see differently, and nothing else."""
+
+import logging
+
+import pytest
+from ostinato_tokenization import ContinuousTokens, Origin, SanityCheckMode, TokenLedger, check_ledger
+
+STRICT, IGNORE, DISABLE = SanityCheckMode.STRICT, SanityCheckMode.IGNORE_STRIPPABLE, SanityCheckMode.DISABLE
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+def ids_of(tokenizer, text):
+    from ostinato_tokenization.control_text import MaskTable
+
+    return tokenizer.encode_masked(text, MaskTable())
+
+
+def play(tokenizer, *turns, template_kwargs=None):
+    """A ledger of user texts and sampled texts in turn, and the messages that it stands for."""
+    tokens = ContinuousTokens(tokenizer, template_kwargs=template_kwargs)
+    messages = [user(turns[0])]
+    ledger = tokens.build_initial_tokens(messages)
+    for number, text in enumerate(turns[1:]):
+        if number % 2:
+            tokens.merge_context_messages(ledger, messages, [user(text)])
+            messages.append(user(text))
+        else:
+            tokens.merge_assistant_tokens(ledger, ids_of(tokenizer, text), None)
+            messages.append(said(text.removesuffix("<|e|>").removesuffix("<|im_end|>")))
+    return ledger, messages
+
+
+def test_an_honest_ledger_has_nothing_to_report(tiny, make):
+    """Natural stops, several turns, an unfinished conversation: no report."""
+    for tokenizer, stop in ((tiny, "<|im_end|>"), (make("default_system"), "<|e|>"), (make("prints_bos"), "<|e|>")):
+        for turns in (("q", "x" + stop), ("q", "x" + stop, "k"), ("q", "x" + stop, "k", "y" + stop), ("q",)):
+            ledger, messages = play(tokenizer, *turns)
+            assert check_ledger(ledger, tokenizer, messages, mode=STRICT) is None
+
+
+def test_sampled_spans_compare_as_text(make):
+    """Ids that are not canonical are no difference."""
+    tokenizer = make("plain")
+    ledger = ContinuousTokens(tokenizer).build_initial_tokens([user("q")])
+    ledger.append_sampled([tokenizer.token_id(text) for text in ("ab", "cd", "<|e|>")], None)
+    assert check_ledger(ledger, tokenizer, [user("q"), said("abcd")], mode=STRICT) is None
+    report = check_ledger(ledger, tokenizer, [user("q"), said("abcdx")], mode=STRICT)
+    assert report is not None
+    assert report.reason == "sampled text differs"
+
+
+def test_a_difference_is_described(tiny, caplog):
+    """The report names the first differing token, both texts, message, turn and template, and is logged as a warning."""
+    ledger, messages = play(tiny, "q", "x<|im_end|>", "the second question", "y<|im_end|>")
+    messages[2] = user("the other question")
+    with caplog.at_level(logging.WARNING, logger="ostinato_tokenization"):
+        report = check_ledger(ledger, tiny, messages, mode=STRICT)
+    assert report is not None
+    assert (report.turn, report.message_index) == (1, 2)
+    assert report.template_hash == tiny.template_hash
+    assert ledger.token_ids[report.position] == report.recorded_id != report.rendered_id
+    assert "second" in report.recorded_text
+    assert "other" in report.rendered_text
+    assert caplog.records[0].getMessage().startswith("Inconsistent training and inference tokenization detected")
+
+
+def test_a_lost_newline_is_found(tiny):
+    """A ledger built without the newline after the stop token is reported."""
+    honest, messages = play(tiny, "q", "x<|im_end|>", "k")
+    ids, start = honest.token_ids, len(honest.prompt_ids)
+    ledger = TokenLedger()
+    ledger.append(ids[:start], Origin.CONTEXT)
+    ledger.append_sampled(ids[start : start + 2], None)
+    ledger.append(ids[start + 3 :], Origin.CONTEXT)
+    report = check_ledger(ledger, tiny, messages, mode=STRICT)
+    assert report is not None
+    assert report.position == start + 2
+    assert check_ledger(ledger, tiny, messages, mode=IGNORE) is None
+
+
+@pytest.mark.parametrize("change", [" ", "\n", "\t\r "])
+def test_ignore_strippable_forgives_whitespace_and_nothing_else(tiny, change):
+    """Whitespace in context and sampled text is forgiven; a letter, or a no-break space, is not."""
+    ledger, messages = play(tiny, "q", "x y<|im_end|>", "k", "z<|im_end|>")
+    for index in range(3):
+        other = [*messages]
+        other[index] = {**messages[index], "content": messages[index]["content"] + change}
+        assert check_ledger(ledger, tiny, other, mode=STRICT) is not None
+        assert check_ledger(ledger, tiny, other, mode=IGNORE) is None
+        other[index] = {**messages[index], "content": messages[index]["content"] + "\u00a0"}
+        assert check_ledger(ledger, tiny, other, mode=IGNORE) is not None
+
+
+def test_disabled_compares_nothing(tiny):
+    """With `disable` even a wrong ledger is not looked at."""
+    ledger, _ = play(tiny, "q", "x<|im_end|>")
+    assert check_ledger(ledger, tiny, [user("other")], mode=DISABLE) is None
+
+
+def test_a_repaired_turn_is_no_fault(tiny):
+    """A turn that the framework closed is not reported, and what follows it is still compared."""
+    ledger, messages = play(tiny, "q", "par", "k", "y<|im_end|>")
+    assert check_ledger(ledger, tiny, messages, mode=STRICT) is None
+    messages[2] = user("other")
+    assert check_ledger(ledger, tiny, messages, mode=STRICT) is not None
+
+
+def test_reasoning_that_the_template_forgets_is_a_choice(make):
+    """Reasoning kept in the ledger and dropped by the template is not reported; a changed answer is."""
+    tokenizer = make("forgets_reasoning")
+    ledger, messages = play(tokenizer, "q", "<think>\nr\n</think>\n\nx<|e|>", "k", "y<|e|>")
+    assert check_ledger(ledger, tokenizer, messages, mode=STRICT) is None
+    messages[1] = said("<think>\nr\n</think>\n\nw")
+    assert check_ledger(ledger, tokenizer, messages, mode=STRICT) is not None
+
+
+def test_a_record_that_ends_too_early_is_found(tiny):
+    """A message that the ledger never saw is reported."""
+    ledger, messages = play(tiny, "q", "x<|im_end|>")
+    report = check_ledger(ledger, tiny, [*messages, user("k")], mode=STRICT)
+    assert report is not None
+    assert "goes on" in report.reason
+
+
+def test_a_conversation_that_no_longer_renders_is_reported(make):
+    """A refusal of the template is a report, not an exception."""
+    tokenizer = make("alternates")
+    ledger, messages = play(tokenizer, "q", "x<|e|>")
+    report = check_ledger(ledger, tokenizer, [*messages, said("y")], mode=STRICT)
+    assert report is not None
+    assert "no longer renders" in report.reason
