@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens
 from ostinato_tokenization.testing import tiny_chat_tokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
 REAL_TOKENIZERS = ("qwen", "qwen25", "llama3", "llama2", "smollm2")
 

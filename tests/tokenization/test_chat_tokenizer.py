@@ -7,6 +7,8 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
 from ostinato_tokenization import (
     ChatTemplateError,
     ChatTokenizer,
@@ -18,7 +20,6 @@ from ostinato_tokenization import (
     VocabularyError,
 )
 from ostinato_tokenization.testing import TINY_CHAT_TEMPLATE, tiny_chat_tokenizer, tiny_tokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 USER = {"role": "user", "content": "hi"}
 PIECES = st.sampled_from(
@@ -336,13 +337,13 @@ def test_missing_and_damaged_files_are_named(tmp_path):
         ChatTokenizer.from_pretrained(tmp_path / "nowhere")
     assert isinstance(caught.value, FileNotFoundError)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(TokenizerLoadError, match="tokenizer.json"):
+    with pytest.raises(TokenizerLoadError, match=r"tokenizer\.json"):
         ChatTokenizer.from_pretrained(tmp_path)
     write(tmp_path)
     with pytest.raises(ChatTemplateError, match="pass chat_template"):
         ChatTokenizer.from_pretrained(tmp_path)
     write(tmp_path, tokenizer_config__json="{oops")
-    with pytest.raises(TokenizerLoadError, match="tokenizer_config.json must be JSON"):
+    with pytest.raises(TokenizerLoadError, match=r"tokenizer_config\.json must be JSON"):
         ChatTokenizer.from_pretrained(tmp_path)
 
 

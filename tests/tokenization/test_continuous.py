@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from ostinato_tokenization import (
     ChatTokenizer,
     ContinuousTokens,
@@ -12,6 +13,7 @@ from ostinato_tokenization import (
     TruncatedTurn,
     TruncatedTurnError,
 )
+from ostinato_tokenization.control_text import MaskTable
 from ostinato_tokenization.template_profile import Splice
 from ostinato_tokenization.testing import tiny_chat_tokenizer, tiny_tokenizer
 
@@ -36,15 +38,9 @@ def said(text, *arguments):
 
 def sample(tokens, ledger, text, stop="<|im_end|>"):
     """Let the policy say `text` and its stop token; returns how many ids that took."""
-    ids = tokens.tokenizer.encode_masked(text + stop, _no_masks())
+    ids = tokens.tokenizer.encode_masked(text + stop, MaskTable())
     tokens.merge_assistant_tokens(ledger, ids, [-0.5] * len(ids))
     return len(ids)
-
-
-def _no_masks():
-    from ostinato_tokenization.control_text import MaskTable
-
-    return MaskTable()
 
 
 def test_the_newline_after_the_stop_token_belongs_to_the_context(make):
@@ -220,7 +216,7 @@ def test_a_refusing_template_opens_a_new_segment(make):
     ledger = tokens.build_initial_tokens([user("q")])
     sample(tokens, ledger, "x", "<|e|>")
     before = ledger.to_bytes()
-    with pytest.raises(HistoryRewrittenError, match="must alternate.*begin a new segment"):
+    with pytest.raises(HistoryRewrittenError, match=r"must alternate.*begin a new segment"):
         tokens.merge_context_messages(ledger, [user("q"), said("x")], [user("k"), user("k")])
     assert ledger.to_bytes() == before
 

@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+
 from ostinato_tokenization import BASE_CHAT_HISTORY, HistoryRewrittenError, MessageError, encode_delta
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"k": 1}'}}

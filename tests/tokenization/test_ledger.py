@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from ostinato_tokenization import LedgerError, Origin, TokenLedger
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=8)

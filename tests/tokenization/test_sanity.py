@@ -3,7 +3,10 @@
 import logging
 
 import pytest
-from ostinato_tokenization import ContinuousTokens, Origin, SanityCheckMode, TokenLedger, check_ledger
+
+from ostinato_tokenization import ChatTokenizer, ContinuousTokens, Origin, SanityCheckMode, TokenLedger, check_ledger
+from ostinato_tokenization.control_text import MaskTable
+from ostinato_tokenization.testing import tiny_tokenizer
 
 STRICT, IGNORE, DISABLE = SanityCheckMode.STRICT, SanityCheckMode.IGNORE_STRIPPABLE, SanityCheckMode.DISABLE
 
@@ -17,8 +20,6 @@ def said(text):
 
 
 def ids_of(tokenizer, text):
-    from ostinato_tokenization.control_text import MaskTable
-
     return tokenizer.encode_masked(text, MaskTable())
 
 
@@ -110,6 +111,25 @@ def test_a_repaired_turn_is_no_fault(tiny):
     assert check_ledger(ledger, tiny, messages, mode=STRICT) is None
     messages[2] = user("other")
     assert check_ledger(ledger, tiny, messages, mode=STRICT) is not None
+
+
+def test_a_forced_opening_of_reasoning_belongs_to_what_is_said():
+    """A generation prompt that opens reasoning is no difference, whether the template keeps or drops it later."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content.split('</think>')[-1] + '<|im_end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>' }}{% endif %}"
+    )
+    tokenizer = ChatTokenizer(tiny_tokenizer(), template)
+    for turns in (
+        ("q", "r</think>x<|im_end|>"),
+        ("q", "r</think>x<|im_end|>", "k"),
+        ("q", "r</think>x<|im_end|>", "k", "r"),
+    ):
+        ledger, messages = play(tokenizer, *turns)
+        assert check_ledger(ledger, tokenizer, messages, mode=STRICT) is None
+    ledger, messages = play(tokenizer, "q", "r</think>x<|im_end|>", "k")
+    messages[1] = said("r</think>w")
+    assert check_ledger(ledger, tokenizer, messages, mode=STRICT) is not None
 
 
 def test_reasoning_that_the_template_forgets_is_a_choice(make):

@@ -1,7 +1,15 @@
 """Supervised conversations look like rollouts."""
 
 import pytest
-from ostinato_tokenization import ContinuousTokens, HistoryRewrittenError, MessageError, encode_training_conversation
+
+from ostinato_tokenization import (
+    ChatTokenizer,
+    ContinuousTokens,
+    HistoryRewrittenError,
+    MessageError,
+    encode_training_conversation,
+)
+from ostinato_tokenization.testing import tiny_tokenizer
 
 
 def conversation(*turns):
@@ -62,11 +70,8 @@ def test_conversations_without_anything_to_learn_are_refused(tiny, turns, says):
         encode_training_conversation(tiny, conversation(*turns))
 
 
-def test_a_message_that_does_not_follow_its_prompt_is_refused(tiny):
+def test_a_message_that_does_not_follow_its_prompt_is_refused():
     """A template whose generation prompt forces reasoning refuses answers without any."""
-    from ostinato_tokenization import ChatTokenizer
-    from ostinato_tokenization.testing import tiny_tokenizer
-
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"

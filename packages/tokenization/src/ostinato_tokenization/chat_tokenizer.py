@@ -306,6 +306,11 @@ class ChatTokenizer:
         """Id of a token by its exact string; None if there is none."""
         return self._tokenizer.token_to_id(token)
 
+    @property
+    def control_strings(self) -> tuple[str, ...]:
+        """The strings of the control tokens, by id."""
+        return tuple(self._by_content)
+
     def control_token_id(self, token: str) -> int | None:
         """The same for control tokens only."""
         found = self._by_content.get(token)
@@ -318,10 +323,6 @@ class ChatTokenizer:
     def starts_with_control(self, text: str) -> bool:
         """Whether rendered text begins with a control string."""
         return self._given.pattern.match(text) is not None
-
-    def is_special(self, token: str) -> bool:
-        """Whether a control token is one that decoding may skip."""
-        return self._by_content[token].special
 
     def profile(self, template_kwargs: Mapping[str, Any] | None = None) -> TemplateProfile:
         """How the template behaves under these variables; probed once."""

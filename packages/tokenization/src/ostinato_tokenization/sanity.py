@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from ostinato_tokenization.chat_tokenizer import ChatTokenizer
+from ostinato_tokenization.control_text import MaskTable
 from ostinato_tokenization.errors import ChatTemplateError
 from ostinato_tokenization.ledger import Origin, TokenLedger
 from ostinato_tokenization.messages import Message
@@ -119,7 +120,7 @@ class _Comparison:
         self._recorded = ledger.token_ids
         self._runs = [match.span() for match in _RUNS.finditer(ledger.origins)]
         self._origins = ledger.origins
-        self._prefill = tokenizer.encode_text(self._profile.prefill) if self._profile.prefill else []
+        self._prefill = tokenizer.encode_masked(self._profile.prefill, MaskTable(), continues=True)
         self._turn = 0
         self._pos = 0
         self._rendered: list[int] = []
@@ -143,7 +144,8 @@ class _Comparison:
             elif origin == Origin.REPAIR:
                 report = self._skip_repair(start, end)
             else:
-                end, prefill = self._without_prefill(start, end)
+                if following is not None:
+                    end, prefill = self._without_prefill(start, end)
                 report = self._compare_context(start, end)
             if report is not None:
                 return report
@@ -204,8 +206,8 @@ class _Comparison:
         close = self._pos
         while close < len(self._rendered) and self._rendered[close] not in self._stops:
             close += 1
-        said = self._tokenizer.normalize(prefill + self._tokenizer.decode(body))
-        shown = self._tokenizer.normalize(self._tokenizer.decode(self._rendered[self._pos : close]))
+        said = prefill + self._tokenizer.decode(body)
+        shown = self._tokenizer.decode(self._rendered[self._pos : close])
         cut_off = not stopped and (repaired or end == len(self._recorded))
         if not self._same(said, shown, cut_off=cut_off):
             offset = _common_length(body, self._rendered[self._pos : close])
@@ -229,6 +231,7 @@ class _Comparison:
     def _same(self, said: str, shown: str, *, cut_off: bool) -> bool:
         if self._lenient:
             said, shown = said.translate(_STRIPPABLE), shown.translate(_STRIPPABLE)
+        said, shown = self._tokenizer.normalize(said), self._tokenizer.normalize(shown)
         if said == shown or _without_reasoning(said) == _without_reasoning(shown):
             return True
         return cut_off and said.strip() in (shown.strip(), _without_reasoning(shown).strip())
