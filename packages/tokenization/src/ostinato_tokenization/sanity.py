@@ -27,6 +27,7 @@ _logger = logging.getLogger(__name__)
 _RUNS = re.compile(rb"\x02+|\x03+|[\x00\x01]+")
 _REASONING = re.compile(r"\s*(?:<think>.*?(?:</think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z))\s*", re.DOTALL)
 _REASONING_END = re.compile(r"\A.*?(?:</think>|\[/THINK\])\s*", re.DOTALL)
+_TAG = re.compile(r"</?think>|\[/?THINK\]")
 _STRIPPABLE = str.maketrans("", "", " \t\n\r")
 _WINDOW = 8
 
@@ -234,7 +235,10 @@ class _Comparison:
         said, shown = self._tokenizer.normalize(said), self._tokenizer.normalize(shown)
         if said == shown or _without_reasoning(said) == _without_reasoning(shown):
             return True
-        return cut_off and said.strip() in (shown.strip(), _without_reasoning(shown).strip())
+        if not cut_off:
+            return False
+        said, shown = _TAG.sub("", said).strip(), _TAG.sub("", shown).strip()
+        return said == shown
 
     def _report(self, position: int, rendered_position: int, reason: str) -> SanityReport:
         def at(ids: list[int], index: int) -> tuple[int | None, str]:
