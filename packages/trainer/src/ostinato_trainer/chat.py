@@ -8,14 +8,14 @@ import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from rich.console import Console
+from rich.markup import escape
+
 from ostinato_engines import SamplingParams
 from ostinato_engines.transformers_server import TransformersServer
 from ostinato_rollout import ChatSession, LLMServerClient, SessionBudget, SessionConfig
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens
 from ostinato_tools import ToolExecutor, TrajectoryTools, get_parser, load_tools
-from rich.console import Console
-from rich.markup import escape
-
 from ostinato_trainer.config import Config
 from ostinato_trainer.config_loading import load_config
 from ostinato_trainer.errors import CheckpointError

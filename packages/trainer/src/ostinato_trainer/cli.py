@@ -135,7 +135,6 @@ def expected_errors() -> tuple[type[Exception], ...]:
     from ostinato_rollout import RolloutError
     from ostinato_tokenization import TokenizationError
     from ostinato_tools import ToolError
-
     from ostinato_trainer.errors import TrainerError
 
     return (AgentLoopError, EngineError, RolloutError, TokenizationError, ToolError, TrainerError)

@@ -15,22 +15,24 @@ from typing import Protocol
 from ostinato_agent_loop import RolloutBatch, Trajectory
 from ostinato_engines import SamplingParams
 from ostinato_rollout import ServerPool
-
 from ostinato_trainer.advantages import AdvantageOptions, with_advantages
 from ostinato_trainer.aggregation import with_loss_weights
 from ostinato_trainer.backend import EntropyMode, OptimizerStats, TrainingBackend
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.config import Config
 from ostinato_trainer.errors import TrainingInterrupted
-from ostinato_trainer.metrics import step_metrics, validation_metrics
+from ostinato_trainer.metrics import step_metrics, timing_metrics, validation_metrics
 from ostinato_trainer.policy_losses import PolicyLossOptions, policy_loss_fn
 from ostinato_trainer.segments import Segment
 
 
-class PromptLoader(Protocol):
+class PromptStream(Protocol):
     """An endless, resumable stream of batches of dataset rows."""
 
-    epoch: int
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch, from 0."""
+        ...
 
     def next_batch(self) -> list[dict]:
         """The next `data.train_batch_size` rows."""
@@ -67,7 +69,7 @@ class CheckpointWriter(Protocol):
 class TrainerParts:
     """The components of a run; `assembly` builds them from a configuration."""
 
-    loader: PromptLoader
+    loader: PromptStream
     val_rows: Sequence[Mapping]
     manager: Manager
     pool: ServerPool
@@ -140,7 +142,8 @@ class PPOTrainer:
                 if config.save_freq and (is_last or (config.save_freq > 0 and self.step % config.save_freq == 0)):
                     with clock("save_checkpoint"):
                         parts.checkpoints.save(self.step)
-            self._report(metrics | {f"timing_s/{phase}": seconds for phase, seconds in clock.seconds.items()})
+            num_tokens = int(metrics["perf/total_num_tokens"])
+            self._report(metrics | timing_metrics(clock.seconds, num_tokens=num_tokens))
 
     async def train_step(self, rows: Sequence[Mapping], clock: Stopwatch) -> dict[str, float]:
         """One step on `rows`: from sampling to the new weights in the engines. Returns its metrics, without timings."""

@@ -9,7 +9,6 @@ import random
 from collections.abc import Iterator
 
 from ostinato_tools import ToolCall, ToolExecutor
-
 from ostinato_trainer.quickstart.task import OPERATORS, Problem, Step, problems
 
 FAULTY_SHARE = 0.8

@@ -89,7 +89,7 @@ def terminal_curve(rewards: list[float]) -> str:
     figure.x_label, figure.y_label = "step", "reward"
     figure.set_x_limits(min_=1, max_=max(2, len(rewards)))
     figure.set_y_limits(min_=0, max_=1)
-    figure.register_label_formatter(float, lambda value, chars, delta, left=False: f"{value:.2f}")
+    figure.register_label_formatter(float, lambda val, chars, delta, left=False: f"{val:.2f}")
     figure.plot(list(range(1, len(rewards) + 1)), rewards)
     return figure.show()
 

@@ -4,36 +4,34 @@ Invariant: nothing is taken from outside the folder, and after the warm start th
 """
 
 import asyncio
+import itertools
+import json
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 from omegaconf import OmegaConf
-from ostinato_tokenization import ChatTokenizer, encode_training_conversation
-from ostinato_tools import ToolExecutor, load_tools
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ostinato_tokenization import ChatTokenizer, encode_training_conversation
+from ostinato_tools import ToolExecutor, load_tools
 from ostinato_trainer.errors import CheckpointError
 from ostinato_trainer.quickstart import files
 from ostinato_trainer.quickstart.dialogues import FAULTY_SHARE, DialogueMaker
 from ostinato_trainer.quickstart.report import print_report
 from ostinato_trainer.quickstart.task import distinct_problems
 from ostinato_trainer.quickstart.tiny_model import save_model, save_tokenizer
+from ostinato_trainer.sft import SftSettings, train_sft
 
 NUM_TRAIN_ROWS = 1024
 NUM_VAL_ROWS = 64
 
 
-class WarmStart(msgspec.Struct, frozen=True):
-    """How the model learns the form of a dialogue before any reward."""
-
-    steps: int = 500
-    dialogues_per_step: int = 16
-    lr: float = 4e-3
-    warmup_steps: int = 20
+WARM_START = SftSettings(steps=600, batch_size=16, lr=4e-3, warmup_steps=20)
+"""How the model learns the form of a dialogue before any reward."""
 
 
 def next_free_folder(path: Path) -> Path:
@@ -46,7 +44,7 @@ def next_free_folder(path: Path) -> Path:
 
 
 def run_quickstart(
-    output: Path, *, seed: int, console: Console, warm_start: WarmStart | None = None, overrides: tuple[str, ...] = ()
+    output: Path, *, seed: int, console: Console, warm_start: SftSettings = WARM_START, overrides: tuple[str, ...] = ()
 ) -> None:
     """Make model and data below `output`, warm-start, train, report.
 
@@ -76,7 +74,7 @@ def run_quickstart(
     console.print(
         f"A Qwen3-shaped model of {num_parameters:,} parameters, its tokenizer and {NUM_TRAIN_ROWS:,} problems are in {output}"
     )
-    _warm_start(output, seed=seed, settings=warm_start or WarmStart(), console=console)
+    _warm_start(output, seed=seed, settings=warm_start, console=console)
     _train(output, overrides=overrides, console=console)
     print_report(output, console)
 
@@ -91,7 +89,7 @@ def make_files(output: Path, *, seed: int) -> int:
         pq.write_table(pa.Table.from_pylist(rows), output / f"{split}.parquet")
     executor = _executor(output)
     dialogues = asyncio.run(DialogueMaker(executor, seed=seed).make(2000))
-    save_tokenizer(output / "model", [_plain_text(message) for dialogue in dialogues for message in dialogue])
+    save_tokenizer(output / "model", list(_plain_texts(dialogues)))
     OmegaConf.save(_config(output, seed), output / "config.yaml")
     return save_model(output / "model", seed=seed)
 
@@ -100,12 +98,14 @@ def _executor(output: Path) -> ToolExecutor:
     return ToolExecutor(load_tools(None, str(output / "tools.py")))
 
 
-def _plain_text(message: dict) -> str:
-    """Roughly what the template writes of a message: the corpus from which the tokenizer learns its merges."""
-    calls = (call["function"] for call in message.get("tool_calls", ()))
-    return message["content"] + "".join(
-        msgspec.json.encode(call).decode().replace(":", ": ").replace(",", ", ") for call in calls
-    )
+def _plain_texts(dialogues: list[list[dict]]) -> Iterator[str]:
+    """What the template writes between control tokens: the corpus from which the tokenizer learns its merges."""
+    for _ in dialogues:
+        yield "system\nTools: calculator(expression)"
+    for message in itertools.chain.from_iterable(dialogues):
+        yield f"{message['role']}\n{message['content']}"
+        for call in message.get("tool_calls", ()):
+            yield f"\n{json.dumps(call['function'])}\n"
 
 
 def _config(output: Path, seed: int) -> dict:
@@ -115,7 +115,7 @@ def _config(output: Path, seed: int) -> dict:
             "train_files": str(output / "train.parquet"),
             "val_files": str(output / "val.parquet"),
             "max_prompt_length": 96,
-            "max_response_length": 256,
+            "max_response_length": 128,
             "train_batch_size": 8,
             "seed": seed,
         },
@@ -123,13 +123,14 @@ def _config(output: Path, seed: int) -> dict:
             "model": {"path": str(output / "warm_start")},
             "actor": {
                 "ppo_mini_batch_size": 8,
-                "ppo_micro_batch_size_per_gpu": 64,
+                "use_dynamic_bsz": True,
+                "ppo_max_token_len_per_gpu": 4096,
                 "optim": {"lr": 5e-4, "betas": [0.9, 0.95], "weight_decay": 0.0},
             },
             "rollout": {
                 "name": "transformers",
                 "n": 8,
-                "max_model_len": 384,
+                "max_model_len": 224,
                 "max_num_seqs": 64,
                 "full_determinism": True,
                 "multi_turn": {
@@ -168,24 +169,20 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console)
 
 
-def _warm_start(output: Path, *, seed: int, settings: WarmStart, console: Console) -> None:
+def _warm_start(output: Path, *, seed: int, settings: SftSettings, console: Console) -> None:
     """Supervised fine-tuning on dialogues of which most are faulty; the result is `output/warm_start`."""
-    from ostinato_trainer.sft import train_sft
-
     console.print(
         f"Warm start: dialogues of which {FAULTY_SHARE:.0%} carry a fault that reinforcement learning is to remove"
     )
     tokenizer = ChatTokenizer.from_pretrained(output / "model")
     executor = _executor(output)
     schemas = load_tools(None, str(output / "tools.py")).schemas()
-    dialogues = asyncio.run(DialogueMaker(executor, seed=seed + 1).make(settings.steps * settings.dialogues_per_step))
+    dialogues = asyncio.run(DialogueMaker(executor, seed=seed + 1).make(settings.steps * settings.batch_size))
     conversations = [encode_training_conversation(tokenizer, dialogue, schemas) for dialogue in dialogues]
     with _progress(console) as progress:
         bar = progress.add_task("supervised", total=settings.steps, note="")
-        for step, loss in enumerate(
-            train_sft(output / "model", output / "warm_start", conversations, settings, seed=seed), start=1
-        ):
-            progress.update(bar, completed=step, note=f"loss {loss:.3f}")
+        for step in train_sft(output / "model", output / "warm_start", conversations, settings, seed=seed):
+            progress.update(bar, completed=step.step, note=f"loss {step.loss:.3f}")
 
 
 def _train(output: Path, *, overrides: tuple[str, ...], console: Console) -> None:
@@ -197,7 +194,7 @@ def _train(output: Path, *, overrides: tuple[str, ...], console: Console) -> Non
     with _progress(console) as progress:
         bar = progress.add_task("GRPO", total=config.trainer.total_training_steps, note="")
 
-        def show(step: int, metrics: dict[str, float]) -> None:
+        def show(step: int, metrics: Mapping[str, float]) -> None:
             if "critic/score/mean" in metrics:
                 progress.update(bar, completed=step, note=f"reward {metrics['critic/score/mean']:.2f}")
 

@@ -12,7 +12,12 @@ import msgspec
 OPERATORS = ("+", "-", "*")
 FIRST_STEP = {
     "+": ("What is {a} plus {b}?", "Add {a} and {b}.", "Find the sum of {a} and {b}.", "How much are {a} and {b}?"),
-    "-": ("What is {a} minus {b}?", "Subtract {b} from {a}.", "Take {b} away from {a}.", "How much is {a} less {b}?"),
+    "-": (
+        "What is {a} minus {b}?",
+        "Start at {a} and subtract {b}.",
+        "From {a} take away {b}.",
+        "How much is {a} less {b}?",
+    ),
     "*": (
         "What is {a} times {b}?",
         "Multiply {a} by {b}.",

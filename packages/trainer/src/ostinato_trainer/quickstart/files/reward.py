@@ -1,7 +1,7 @@
 """The reward of the quickstart: did the agent call the calculator rightly, and does its answer follow?
 
 0.2 for a valid call, 0.3 x the share of the expected expressions that were computed, 0.5 for the right answer that follows
-from the right expressions. Change it and run `ostinato train config.yaml` in this folder again.
+from the right expressions. Change it and train again; a reward that is quick is best an `async` function, for a plain one runs in a thread.
 """
 
 import json
@@ -11,26 +11,28 @@ CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 ANSWER = re.compile(r"The answer is (-?\d+)\.\s*$")
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> dict:
+async def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> dict:
     """Score one trajectory.
 
     Args:
         data_source: Where the row comes from; this task has one source only.
-        solution_str: Everything after the prompt, the tool's replies included.
+        solution_str: Everything after the prompt, the tool's replies included; not read here.
         ground_truth: The answer, an integer as text.
-        extra_info: Holds `expressions`, the calculations that lead to the answer, in order.
+        extra_info: Holds `sampled_text`, what the model itself wrote, and `expressions`, the calculations that lead to the
+            answer, in order.
 
     Returns:
         `score` in 0..1, `acc` (1.0 if the answer is right) and `calls`, the number of valid calls.
     """
-    made = [expression for call in CALL.findall(solution_str) if (expression := called_expression(call)) is not None]
+    text = extra_info["sampled_text"]
+    made = [expression for call in CALL.findall(text) if (expression := called_expression(call)) is not None]
     expected = [ordered(expression) for expression in extra_info["expressions"]]
     num_right = 0
     for expression in map(ordered, made):
         if num_right < len(expected) and expression == expected[num_right]:
             num_right += 1
     all_right = num_right == len(expected) and len(made) == len(expected)
-    answer = ANSWER.search(solution_str)
+    answer = ANSWER.search(text)
     correct = all_right and answer is not None and answer.group(1) == ground_truth
     return {
         "score": 0.2 * bool(made) + 0.3 * num_right / len(expected) + 0.5 * correct,

@@ -1,0 +1,211 @@
+"""From a configuration to a running trainer: builds the components, runs the loop, takes everything down again.
+
+Invariant: what can be known to be wrong is refused before the first step (names, files, agents, tools, what this version cannot run), and
+whatever was started is shut down, however the run ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ostinato_agent_loop import AgentLoopManager, agent_loop_class, load_manager_class
+from ostinato_agent_loop.rows import row_tool_selection
+from ostinato_engines import AsyncServerBase
+from ostinato_engines.device import pick_device, seed_all
+from ostinato_engines.loading import load_server_class
+from ostinato_rollout import ServerPool, SessionBudget
+from ostinato_tokenization import ChatTokenizer, ContinuousTokens
+from ostinato_tools import ToolExecutor, load_tools
+from ostinato_trainer.chat_template import chat_template_text
+from ostinato_trainer.checkpoint import CheckpointManager
+from ostinato_trainer.config import Config
+from ostinato_trainer.config_checks import check_runnable
+from ostinato_trainer.config_loading import to_yaml
+from ostinato_trainer.dataset import PromptDataset, create_dataset
+from ostinato_trainer.errors import ConfigError
+from ostinato_trainer.local_backend import LocalBackend, LocalBackendOptions
+from ostinato_trainer.loggers import Loggers
+from ostinato_trainer.ppo_trainer import PPOTrainer, TrainerCallback, TrainerParts
+from ostinato_trainer.prompt_loader import PromptLoader
+from ostinato_trainer.rewards import RewardManager
+
+
+class _StepFunction:
+    """A callback that hands each step's metrics to a function."""
+
+    def __init__(self, function: Callable[[int, Mapping[str, float]], None]) -> None:
+        self._function = function
+
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._function(step, metrics)
+
+
+def run_training(config: Config, *, on_step: Callable[[int, Mapping[str, float]], None] | None = None) -> None:
+    """Train by `config` to the end.
+
+    Args:
+        config: The whole tree.
+        on_step: Is told the metrics of each step, of the validation before the first one too.
+
+    Raises:
+        TrainerError, or the root error of another package: something is wrong with configuration, files, model, agents or tools.
+            Checkpoints written before are intact.
+    """
+    check_runnable(config)
+    asyncio.run(_run(config, [_StepFunction(on_step)] if on_step else []))
+
+
+async def _run(config: Config, callbacks: Sequence[TrainerCallback]) -> None:
+    seed_all(config.trainer.seed)
+    model = config.actor_rollout_ref.model
+    tokenizer = ChatTokenizer.from_pretrained(str(model.path), chat_template=chat_template_text(model))
+    tools = build_tools(config)
+    rewards = RewardManager(config.reward, tokenizer)
+    pool = ServerPool([build_server(config)])
+    manager = build_manager(config, tokenizer, pool, tools, rewards)
+    train_rows, val_rows = build_datasets(config, tokenizer, tools)
+    rewards.check_data_sources(_distinct("data_sources", train_rows, val_rows))
+    manager.check_agents(name for name in _distinct("agent_names", train_rows, val_rows) if name is not None)
+    loader = PromptLoader(
+        train_rows, batch_size=config.data.train_batch_size, shuffle=config.data.shuffle, seed=config.data_seed
+    )
+    total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
+    backend = LocalBackend.from_pretrained(str(model.path), backend_options(config, total_steps))
+    async with AsyncExitStack() as stack:
+        loggers = Loggers.from_config(config)
+        stack.callback(loggers.close)
+        stack.push_async_callback(pool.shutdown)
+        await pool.start()
+        parts = TrainerParts(
+            loader=loader,
+            val_rows=[] if val_rows is None else [val_rows[index] for index in range(len(val_rows))],
+            manager=manager,
+            pool=pool,
+            backend=backend,
+            checkpoints=RunCheckpoints(Path(config.trainer.local_dir), config, backend, loader),
+            callbacks=[_StepFunction(loggers.log), *callbacks],
+        )
+        await PPOTrainer(config, parts, total_steps=total_steps).fit()
+
+
+def build_tools(config: Config) -> ToolExecutor:
+    """The executor over the tools that the configuration names; one for dataset and rollout."""
+    multi_turn = config.actor_rollout_ref.rollout.multi_turn
+    registry = (
+        load_tools(multi_turn.tool_config_path, multi_turn.function_tool_path) if multi_turn.enable else load_tools()
+    )
+    return ToolExecutor(
+        registry,
+        timeout_s=multi_turn.tool_timeout_s,
+        max_response_length=multi_turn.max_tool_response_length,
+        truncate_side=multi_turn.tool_response_truncate_side,
+    )
+
+
+def build_datasets(
+    config: Config, tokenizer: ChatTokenizer, tools: ToolExecutor
+) -> tuple[PromptDataset, PromptDataset | None]:
+    """Training rows and validation rows, if there are any; prompts are measured with the tools that their agents show."""
+    default_agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
+
+    def schemas_of(row: Mapping[str, Any]) -> Sequence[dict] | None:
+        agent = agent_loop_class(row.get("agent_name") or default_agent)
+        return tools.registry.schemas(row_tool_selection(row)) if agent.needs_tools else None
+
+    def rows(paths: Sequence[str]) -> PromptDataset:
+        return create_dataset(paths, config=config.data, tokenizer=tokenizer, tool_schemas=schemas_of)
+
+    return rows(config.data.train_paths), rows(config.data.val_paths) if config.data.val_paths else None
+
+
+def build_server(config: Config) -> AsyncServerBase:
+    """The engine: one of ours by name, or a third party's by class path."""
+    rollout = config.actor_rollout_ref.rollout
+    model_path = str(config.actor_rollout_ref.model.path)
+    max_model_len = rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length
+    custom = rollout.agent.custom_async_server
+    if custom.path is not None and custom.name is not None:
+        server_class = load_server_class(custom.path, custom.name)
+        try:
+            return server_class(model_path, max_model_len=max_model_len)  # pyright: ignore[reportCallIssue]
+        except TypeError as error:
+            raise ConfigError(
+                f"custom_async_server {custom.name} must be constructible as {custom.name}(model_path, *, max_model_len), "
+                f"got {error}; give its __init__ these parameters"
+            ) from error
+    from ostinato_engines.transformers_server import TransformersServer
+
+    return TransformersServer(
+        model_path,
+        device=pick_device(config.trainer.device or "auto"),
+        dtype=config.actor_rollout_ref.actor.dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=rollout.max_num_seqs,
+        full_determinism=rollout.full_determinism,
+    )
+
+
+def build_manager(
+    config: Config, tokenizer: ChatTokenizer, pool: ServerPool, tools: ToolExecutor, rewards: RewardManager
+) -> AgentLoopManager:
+    """`AgentLoopManager`, or the class that `agent.agent_loop_manager_class` names."""
+    rollout = config.actor_rollout_ref.rollout
+    tokens = ContinuousTokens(tokenizer, template_kwargs=config.data.apply_chat_template_kwargs)
+    budget = SessionBudget(
+        max_prompt_tokens=config.data.max_prompt_length,
+        max_response_tokens=config.data.max_response_length,
+        max_model_len=rollout.max_model_len,
+    )
+    manager_class = load_manager_class(rollout.agent)
+    return manager_class(
+        rollout, tokens=tokens, budget=budget, pool=pool, tools=tools, reward_fn=rewards, seed=config.rollout_seed
+    )
+
+
+def backend_options(config: Config, total_steps: int) -> LocalBackendOptions:
+    """What the local backend reads of the tree; the schedule counts optimizer steps, not training steps."""
+    actor = config.actor_rollout_ref.actor
+    updates_per_step = actor.ppo_epochs * max(1, config.data.train_batch_size // actor.ppo_mini_batch_size)
+    return LocalBackendOptions(
+        device=config.trainer.device or "auto",
+        dtype=actor.dtype,
+        lr=actor.optim.lr,
+        betas=actor.optim.betas,
+        eps=actor.optim.eps,
+        weight_decay=actor.optim.weight_decay,
+        lr_scheduler_type=actor.optim.lr_scheduler_type,
+        lr_warmup_steps=actor.optim.lr_warmup_steps,
+        total_steps=total_steps * updates_per_step,
+        grad_clip=actor.grad_clip,
+        keep_reference=actor.use_kl_loss,
+        max_tokens_per_forward=actor.ppo_max_token_len_per_gpu,
+    )
+
+
+class RunCheckpoints:
+    """Writes what a step's checkpoint holds: a Hugging Face folder, the optimizer, the data's position, the configuration."""
+
+    def __init__(self, directory: Path, config: Config, backend: LocalBackend, loader: PromptLoader) -> None:
+        self._manager = CheckpointManager(directory, max_to_keep=config.trainer.max_ckpt_to_keep)
+        self._config, self._backend, self._loader = config, backend, loader
+
+    def save(self, step: int) -> None:
+        """Write the checkpoint of `step`, whole or not at all."""
+        self._manager.save(step, self._write)
+
+    def _write(self, directory: Path) -> None:
+        self._backend.save_hf(directory / "huggingface")
+        self._backend.save(directory / "actor")
+        (directory / "data.json").write_bytes(msgspec.json.encode(self._loader.state_dict()))
+        (directory / "config.yaml").write_text(to_yaml(self._config))
+
+
+def _distinct(attribute: str, *datasets: PromptDataset | None) -> list[str | None]:
+    """The different values over all datasets; a dataset of the user's own may not know them beforehand."""
+    return list(dict.fromkeys(value for dataset in datasets for value in getattr(dataset, attribute, ())))
