@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ostinato_engines import attention
 from ostinato_engines.errors import EngineInputError, EngineLoadError, UnsupportedError
 from ostinato_engines.kv_cache import SlotCache, Window
 from ostinato_engines.rows import RowTable
@@ -98,13 +99,12 @@ class ModelRunner:
         check_architecture(model, max_model_len)
         self.model = model
         self.device = model.device
-        attention = getattr(model.config, "_attn_implementation", None)
-        if attention not in ("sdpa", "eager"):
-            model.set_attn_implementation("sdpa")
-            attention = "sdpa"
-        self._bool_mask = attention == "sdpa"
-        self.cache = SlotCache(int(model.config.get_text_config().num_hidden_layers))
         self.vocab_size = _vocab_size(model)
+        self._plain_logits = self._probe_logits()
+        if getattr(model.config, "_attn_implementation", None) != "eager":
+            model.set_attn_implementation(attention.NAME)
+        self._bool_mask = getattr(model.config, "_attn_implementation", None) == attention.NAME
+        self.cache = SlotCache(int(model.config.get_text_config().num_hidden_layers))
         self._last: Tensor | None = None
         output_embeddings = model.get_output_embeddings()
         assert output_embeddings is not None
@@ -224,15 +224,22 @@ class ModelRunner:
         )
         return token_ids.cpu().numpy(), logprobs.cpu().numpy()
 
+    def _probe_ids(self) -> np.ndarray:
+        return np.arange(6, dtype=np.int64)[None] * 7 % self.vocab_size
+
+    def _probe_logits(self) -> Tensor:
+        """The last logits of a plain forward, under the attention that the model came with."""
+        with torch.inference_mode():
+            ids = torch.from_numpy(self._probe_ids()).to(self.device)
+            return self.model(input_ids=ids, use_cache=False).logits[:, -1].float()
+
     def probe(self) -> None:
         """Compares a forward in two chunks through our cache with the plain forward, on made-up tokens.
 
         Raises:
             UnsupportedError: They differ by more than rounding: the model keeps state that our cache does not hold.
         """
-        ids = np.arange(6, dtype=np.int64)[None] * 7 % self.vocab_size
-        with torch.inference_mode():
-            plain = self.model(input_ids=torch.from_numpy(ids).to(self.device), use_cache=False).logits[:, -1].float()
+        ids, plain = self._probe_ids(), self._plain_logits
         self.cache.reserve(1, 8)
         chunked = plain
         for start, end in ((0, 3), (3, 5), (5, 6)):

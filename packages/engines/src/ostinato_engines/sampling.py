@@ -67,11 +67,11 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     greedy = rows.temperature == 0.0
     if greedy.all():
         return _argmax(logits)
-    # The largest logit goes to zero before the division, so that no temperature overflows.
-    scaled = logits - logits.amax(-1, keepdim=True)
+    scaled = logits
     if (rows.temperature != 1.0).any():
         divisor = np.where(greedy, np.float32(1.0), rows.temperature)
-        scaled = scaled / torch.from_numpy(divisor).to(logits.device)[:, None]
+        # The largest logit goes to zero before the division, so that no temperature overflows.
+        scaled = (logits - logits.amax(-1, keepdim=True)) / torch.from_numpy(divisor).to(logits.device)[:, None]
     filtered = rows.filtered & ~greedy
     if filtered.all():
         return _draw_filtered(scaled, rows)
@@ -102,8 +102,8 @@ def penalize(logits: Tensor, seen_ids: list[Tensor | None], penalties: list[floa
 
 
 def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    token_ids = logits.argmax(-1)
-    return token_ids, torch.log_softmax(logits, -1).gather(-1, token_ids[:, None])[:, 0]
+    largest, token_ids = logits.max(-1)
+    return token_ids, largest - logits.logsumexp(-1)
 
 
 def _draw(logprobs: Tensor, uniform: np.ndarray) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,9 @@ in one worker thread, or inline on the event loop. Knows no requests.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 from ostinato_engines.errors import EngineInputError
@@ -55,7 +56,31 @@ class StepLoop(Generic[R]):
         self._executor: ThreadPoolExecutor | None = None
         self._task: asyncio.Task[None] | None = None
         self._step_ended = asyncio.Event()
+        self._num_wanting = 0
+        self._disturbed = False
         self.lock = asyncio.Lock()
+
+    @property
+    def undisturbed(self) -> bool:
+        """Whether a step in the worker thread may be followed by another without a look at the event loop."""
+        return not (self._inline or self._num_wanting or self._disturbed)
+
+    def disturb(self) -> None:
+        """Something changed that the next `prepare` must see soon."""
+        self._disturbed = True
+
+    @asynccontextmanager
+    async def between_steps(self) -> AsyncGenerator[None, None]:
+        """Holds the lock, after at most one more step."""
+        self._num_wanting += 1
+        try:
+            await self.lock.acquire()
+        finally:
+            self._num_wanting -= 1
+        try:
+            yield
+        finally:
+            self.lock.release()
 
     def bind(self) -> None:
         """Belongs to the running event loop from now on; another may take over once the first has no work.
@@ -112,6 +137,7 @@ class StepLoop(Generic[R]):
             while True:
                 await self._settle(quiet_ticks)
                 async with self.lock:
+                    self._disturbed = False
                     if not self._prepare():
                         return
                     answered = self._deliver(await self.run(self._step))

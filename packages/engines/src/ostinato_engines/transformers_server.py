@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+_MAX_STEPS = 32
+"""Steps in the worker thread without a look at the event loop; one as soon as anything happens there."""
 SLEEP_TAGS = ("kv_cache", "weights")
 
 
@@ -141,7 +143,7 @@ class TransformersServer(AsyncServerBase):
         if self._batcher is not None:
             return
         self._steps.bind()
-        async with self._steps.lock:
+        async with self._steps.between_steps():
             if self._batcher is None:
                 await self._steps.run(self._load)
 
@@ -164,7 +166,7 @@ class TransformersServer(AsyncServerBase):
             return
         self._closed = True
         self._steps.bind()
-        async with self._steps.lock:
+        async with self._steps.between_steps():
             self._fail_all(
                 lambda request: EngineClosedError(f"request {request.request_id!r} must end before shutdown")
             )
@@ -266,6 +268,7 @@ class TransformersServer(AsyncServerBase):
         self._in_flight[request_id] = request
         self._waiting.append(request)
         self._num_arrived += 1
+        self._steps.disturb()
         self._steps.wake()
         try:
             return await request.future
@@ -275,6 +278,7 @@ class TransformersServer(AsyncServerBase):
             if not request.ended:
                 request.ended = True
                 self._abandoned.append(request)
+                self._steps.disturb()
 
     async def chat_completion(self, raw_request: Any) -> dict[str, Any]:
         """Answers an OpenAI-style request through the injected codec; without one it says what is missing."""
@@ -292,7 +296,7 @@ class TransformersServer(AsyncServerBase):
             for request_id in (list(self._in_flight) if request_ids is None else request_ids)
             if (request := self._in_flight.get(request_id)) is not None and not request.ended
         ]
-        async with self._steps.lock:
+        async with self._steps.between_steps():
             return self._abort_now(targets)
 
     def _abort_now(self, targets: Iterable[Request]) -> int:
@@ -330,7 +334,7 @@ class TransformersServer(AsyncServerBase):
             self._steps.wake()
             while self._paused is mode and self._batcher is not None and self._batcher.num_running:
                 await self._steps.next_step()
-        async with self._steps.lock:
+        async with self._steps.between_steps():
             if mode is PauseMode.ABORT:
                 self._abort_now(list(self._in_flight.values()))
 
@@ -350,7 +354,7 @@ class TransformersServer(AsyncServerBase):
         batcher = self._loaded()
         self._steps.bind()
         self._asleep.add("kv_cache")
-        async with self._steps.lock:
+        async with self._steps.between_steps():
             self._abort_now(list(self._in_flight.values()))
             batcher.drop()
             if level == 2:
@@ -366,7 +370,7 @@ class TransformersServer(AsyncServerBase):
             raise EngineInputError(f"tags must be among {', '.join(SLEEP_TAGS)}, got {unknown.pop()!r}; None wakes all")
         self._loaded()
         self._steps.bind()
-        async with self._steps.lock:
+        async with self._steps.between_steps():
             if "weights" in wanted & self._asleep:
                 assert self._writer is not None
                 self._writer.allocate()
@@ -386,7 +390,7 @@ class TransformersServer(AsyncServerBase):
             raise EngineNotReadyError("weights must be awake, are asleep; call wake_up(['weights']) first")
         writer.check(manifest)
         self._steps.bind()
-        async with self._steps.lock:
+        async with self._steps.between_steps():
             self._loaded()
             self._stale = True
             cancelled = threading.Event()
@@ -410,7 +414,7 @@ class TransformersServer(AsyncServerBase):
     async def reset_prefix_cache(self) -> None:
         batcher = self._loaded()
         self._steps.bind()
-        async with self._steps.lock:
+        async with self._steps.between_steps():
             self._tidy()
             batcher.table.free_idle()
 
@@ -430,8 +434,13 @@ class TransformersServer(AsyncServerBase):
         return True
 
     def _step(self) -> "list[Ended]":
-        assert self._batcher is not None
-        return self._batcher.step()
+        batcher = self._batcher
+        assert batcher is not None
+        for _ in range(_MAX_STEPS):
+            ended = batcher.step()
+            if ended or not batcher.num_running or not self._steps.undisturbed:
+                return ended
+        return []
 
     def _deliver(self, ended: "list[Ended]") -> bool:
         for request, outcome in ended:
