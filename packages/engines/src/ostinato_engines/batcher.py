@@ -7,7 +7,7 @@ Knows no asyncio: the server calls it between or inside steps, never both at onc
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from ostinato_engines.model_runner import ModelRunner
 from ostinato_engines.request import Request
 from ostinato_engines.rows import RowState, RowTable
 from ostinato_engines.types import StopReason, TokenOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Ended(NamedTuple):
@@ -139,21 +142,22 @@ class Batcher:
             np.take_along_axis(table.tokens[:count], columns, 1), columns, columns, slice(0, count), length, None
         )
         table.num_computed[:count] += 1
-        self._sample(logits, np.arange(count), ended)
+        self._sample(logits, slice(0, count), ended)
 
-    def _sample(self, logits, rows: np.ndarray, ended: list[Ended]) -> None:
+    def _sample(self, logits: "Tensor", rows: np.ndarray | slice, ended: list[Ended]) -> None:
         table = self.table
-        places = table.num_tokens[rows]
+        indices = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        places = table.num_tokens[indices]
         token_ids, logprobs = self._runner.sample(logits, table, rows)
-        table.tokens[rows, places] = token_ids
-        table.logprobs[rows, places] = logprobs
-        table.num_tokens[rows] = places + 1
+        table.tokens[indices, places] = token_ids
+        table.logprobs[indices, places] = logprobs
+        table.num_tokens[rows] += 1
         stopped = (table.stops[rows] == token_ids[:, None]).any(1)
-        over = stopped | (places + 1 >= table.limit[rows]) | ~np.isfinite(logprobs)
+        over = stopped | (table.num_tokens[rows] >= table.limit[rows]) | ~np.isfinite(logprobs)
         if over.any():
             # From the last row down, so that moving a row out of the decoding block moves none that is still to come.
-            for index in sorted(np.flatnonzero(over), key=lambda index: -rows[index]):
-                self._end(int(rows[index]), bool(stopped[index]), bool(np.isfinite(logprobs[index])), ended)
+            for index in sorted(np.flatnonzero(over), key=lambda index: -indices[index]):
+                self._end(int(indices[index]), bool(stopped[index]), bool(np.isfinite(logprobs[index])), ended)
 
     def _end(self, row: int, stopped: bool, finite: bool, ended: list[Ended]) -> None:
         request = self.table.requests[row]

@@ -15,7 +15,7 @@ from ostinato_engines import attention
 from ostinato_engines.errors import EngineInputError, EngineLoadError, UnsupportedError
 from ostinato_engines.kv_cache import SlotCache, Window
 from ostinato_engines.rows import RowTable
-from ostinato_engines.sampling import SamplingRows, penalize, sample, uniforms
+from ostinato_engines.sampling import SamplingRows, argmax, penalize, sample, uniforms
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _PROBE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -194,27 +194,22 @@ class ModelRunner:
         return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, table: RowTable, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def sample(self, logits: Tensor, table: RowTable, rows: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
         """Draws the next token of each row.
 
         Returns:
             Token ids int64 [n] and logprobs float32 [n].
         """
-        penalized = table.penalized[rows]
-        if penalized.any():
-            seen: list[Tensor | None] = [
-                torch.from_numpy(np.unique(table.tokens[row, : table.num_tokens[row]])).to(self.device) if on else None
-                for row, on in zip(rows, penalized, strict=True)
-            ]
-            factors = [
-                request.params.repetition_penalty for row in rows if (request := table.requests[row]) is not None
-            ]
-            logits = logits.clone()
-            penalize(logits, seen, factors)
+        if table.penalized[rows].any():
+            logits = self._penalized(logits, table, np.arange(table.num_rows)[rows])
+        temperature = table.temperature[rows]
+        if not temperature.any():
+            token_ids, logprobs = argmax(logits)
+            return token_ids.cpu().numpy(), logprobs.cpu().numpy()
         token_ids, logprobs = sample(
             logits,
             SamplingRows(
-                temperature=table.temperature[rows],
+                temperature=temperature,
                 uniform=uniforms(table.keys[rows], table.num_tokens[rows]),
                 filtered=table.filtered[rows],
                 top_k=table.top_k[rows],
@@ -223,6 +218,18 @@ class ModelRunner:
             ),
         )
         return token_ids.cpu().numpy(), logprobs.cpu().numpy()
+
+    def _penalized(self, logits: Tensor, table: RowTable, rows: np.ndarray) -> Tensor:
+        seen = [
+            torch.from_numpy(np.unique(table.tokens[row, : table.num_tokens[row]])).to(self.device)
+            if table.penalized[row]
+            else None
+            for row in rows
+        ]
+        factors = [request.params.repetition_penalty for row in rows if (request := table.requests[row]) is not None]
+        logits = logits.clone()
+        penalize(logits, seen, factors)
+        return logits
 
     def _probe_ids(self) -> np.ndarray:
         return np.arange(6, dtype=np.int64)[None] * 7 % self.vocab_size

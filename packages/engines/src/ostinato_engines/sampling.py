@@ -66,7 +66,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     """
     greedy = rows.temperature == 0.0
     if greedy.all():
-        return _argmax(logits)
+        return argmax(logits)
     scaled = logits
     if (rows.temperature != 1.0).any():
         divisor = np.where(greedy, np.float32(1.0), rows.temperature)
@@ -78,7 +78,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     token_ids, logprobs = _draw(torch.log_softmax(scaled, -1), rows.uniform)
     for subset, drawn in (
         (filtered, lambda index, pick: _draw_filtered(scaled[index], _select(rows, pick))),
-        (greedy, lambda index, pick: _argmax(logits[index])),
+        (greedy, lambda index, pick: argmax(logits[index])),
     ):
         if subset.any():
             pick = np.flatnonzero(subset)
@@ -101,7 +101,8 @@ def penalize(logits: Tensor, seen_ids: list[Tensor | None], penalties: list[floa
             logits[row, ids] = torch.where(values > 0, values / penalty, values * penalty)
 
 
-def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The most probable token of each row, the lowest id among equals, and its logprob at temperature 1."""
     largest, token_ids = logits.max(-1)
     return token_ids, largest - logits.logsumexp(-1)
 
