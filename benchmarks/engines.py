@@ -27,19 +27,19 @@ TURN_TOKENS = 128
 
 
 def build_model() -> Qwen3ForCausalLM:
-    """A model of 11 M parameters: large enough that its matrix products count, small enough for two cores."""
+    """The width of SmolLM2-135M, the smallest model that people train, with six of its thirty layers and 8192 ids."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=8192,
-        hidden_size=256,
+        hidden_size=576,
         num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        intermediate_size=1024,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        intermediate_size=1536,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
-        initializer_range=0.1,
+        initializer_range=0.05,
     )
     return Qwen3ForCausalLM(config).eval()
 
