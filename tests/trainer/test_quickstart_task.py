@@ -70,7 +70,7 @@ def test_the_parts_of_the_reward() -> None:
 
 
 def test_demonstrations_hold_real_tool_replies_and_all_faults() -> None:
-    """Tool messages in the dialogues are what the executor answers; about a fifth of the dialogues are without fault."""
+    """Tool messages in the dialogues are what the executor answers; some dialogues are without fault."""
     maker = DialogueMaker(ToolExecutor(load_tools(None, str(TOOLS))), seed=0)
     dialogues = asyncio.run(maker.make(400))
     kinds: Counter[str] = Counter()

@@ -1,5 +1,7 @@
 """The only module of the project that says cuda, npu, mps or cpu. torch is imported when a function needs it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ostinato_engines.errors import EngineInputError, MissingDependencyError
@@ -9,6 +11,9 @@ if TYPE_CHECKING:
 
 KINDS = ("cuda", "npu", "mps", "cpu")
 """Known kinds, the preferred first."""
+
+HOST = "cpu"
+"""The device that every machine has."""
 
 
 def _torch() -> Any:
@@ -131,6 +136,18 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     _torch().manual_seed(seed)
+
+
+@contextmanager
+def host_threads(count: int) -> Iterator[None]:
+    """Lets torch use `count` threads of the host within the block; more do not help a tiny model, and hinder neighbours."""
+    torch = _torch()
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

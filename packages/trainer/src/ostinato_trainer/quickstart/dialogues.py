@@ -1,4 +1,4 @@
-"""Demonstrations for the warm start: four in five carry a fault that reinforcement learning has to remove.
+"""Demonstrations for the warm start: most carry a fault that reinforcement learning has to remove.
 
 A clean warm start would leave nothing to learn, and random noise nothing to learn from: the faults copy the question's own tokens.
 Tool messages are not written here: they are what the real executor answers to the call in the dialogue.
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ostinato_tools import ToolCall, ToolExecutor
 from ostinato_trainer.quickstart.task import OPERATORS, Problem, Step, problems
 
-FAULTY_SHARE = 0.8
+FAULTY_SHARE = 0.85
 FAULTS = ("no_tool", "wrong_key", "wrong_expression", "operand_as_answer", "stops_early")
 
 

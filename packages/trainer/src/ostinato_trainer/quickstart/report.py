@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ostinato_trainer.checkpoint import CheckpointManager
+
 COLUMNS = {
     "reward": ("critic/score/mean", "{:.3f}"),
     "tool calls": ("tool_call_counts/mean", "{:.2f}"),
@@ -46,10 +48,11 @@ def print_report(output: Path, console: Console) -> None:
     accuracies = [record[ACCURACY] for record in records if ACCURACY in record]
     if len(accuracies) > 1:
         console.print(
-            f"On held-out problems, greedily: {accuracies[0]:.0%} right before, [bold]{accuracies[-1]:.0%}[/bold] after."
+            f"On held-out problems, never trained on: {accuracies[0]:.0%} right before, [bold]{accuracies[-1]:.0%}[/bold] after."
         )
-    checkpoint = output / (output / "latest_checkpointed_iteration.txt").read_text().strip()
-    print_next_steps(output, checkpoint, console)
+    checkpoint = CheckpointManager(output).latest()
+    if checkpoint is not None:
+        print_next_steps(output, checkpoint, console)
 
 
 def print_next_steps(output: Path, checkpoint: Path, console: Console) -> None:
@@ -78,14 +81,14 @@ def step_table(steps: list[dict]) -> Table:
         table.add_column(title, justify="right")
     for record in steps:
         cells = (pattern.format(record[key]) if key in record else "" for key, pattern in COLUMNS.values())
-        table.add_row(str(record["training/global_step"]), *cells)
+        table.add_row(str(record["step"]), *cells)
     return table
 
 
 def terminal_curve(rewards: list[float]) -> str:
     """The reward over steps, drawn with characters."""
     figure = plotille.Figure()
-    figure.width, figure.height, figure.with_colors = 72, 14, False
+    figure.width, figure.height, figure.with_colors = 56, 14, False
     figure.x_label, figure.y_label = "step", "reward"
     figure.set_x_limits(min_=1, max_=max(2, len(rewards)))
     figure.set_y_limits(min_=0, max_=1)

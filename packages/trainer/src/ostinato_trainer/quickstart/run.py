@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ostinato_engines.device import HOST, host_threads
 from ostinato_tokenization import ChatTokenizer, encode_training_conversation
 from ostinato_tools import ToolExecutor, load_tools
 from ostinato_trainer.errors import CheckpointError
@@ -28,9 +29,10 @@ from ostinato_trainer.sft import SftSettings, train_sft
 
 NUM_TRAIN_ROWS = 1024
 NUM_VAL_ROWS = 64
+NUM_STEPS = 80
 
 
-WARM_START = SftSettings(steps=600, batch_size=16, lr=4e-3, warmup_steps=20)
+WARM_START = SftSettings(steps=600, batch_size=16, lr=4e-3, warmup_steps=20, device=HOST)
 """How the model learns the form of a dialogue before any reward."""
 
 
@@ -74,8 +76,9 @@ def run_quickstart(
     console.print(
         f"A Qwen3-shaped model of {num_parameters:,} parameters, its tokenizer and {NUM_TRAIN_ROWS:,} problems are in {output}"
     )
-    _warm_start(output, seed=seed, settings=warm_start, console=console)
-    _train(output, overrides=overrides, console=console)
+    with host_threads(1):
+        _warm_start(output, seed=seed, settings=warm_start, console=console)
+        _train(output, overrides=overrides, console=console)
     print_report(output, console)
 
 
@@ -133,6 +136,7 @@ def _config(output: Path, seed: int) -> dict:
                 "max_model_len": 224,
                 "max_num_seqs": 64,
                 "full_determinism": True,
+                "val_kwargs": {"do_sample": True, "temperature": 1.0},
                 "multi_turn": {
                     "enable": True,
                     "format": "hermes",
@@ -145,11 +149,12 @@ def _config(output: Path, seed: int) -> dict:
         "algorithm": {"adv_estimator": "grpo"},
         "reward": {"custom_reward_function": {"path": str(output / "reward.py"), "name": "compute_score"}},
         "trainer": {
-            "total_training_steps": 60,
-            "test_freq": 60,
+            "total_training_steps": NUM_STEPS,
+            "test_freq": NUM_STEPS,
             "val_before_train": True,
-            "save_freq": 60,
+            "save_freq": NUM_STEPS,
             "seed": seed,
+            "device": HOST,
             "project_name": "ostinato",
             "experiment_name": "quickstart",
             "logger": ["jsonl"],
