@@ -27,7 +27,7 @@ slow *ARGS:
 
 # Each wheel alone in an empty environment, with its own tests
 isolate *PACKAGES:
-    uv run python .ci/isolate.py "$(mktemp -d)" {{PACKAGES}}
+    uv run python .ci/isolate.py {{PACKAGES}}
 
 # One benchmark by name, or all; each prints one JSON line last
 bench *NAMES:

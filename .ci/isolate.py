@@ -1,62 +1,123 @@
 """Build every package as a wheel, install it alone with only what it declares, import it and run its own tests there.
 
-``isolate.py SCRATCH [PACKAGE ...]``: each package gets an environment of its own below SCRATCH, outside the workspace, so that nothing
-but the wheel and its declared requirements can be imported.
+``isolate.py [PACKAGE ...] [--scratch DIR]``: each package, and each of its extras that the tests know, gets an environment of its own outside
+the workspace, so that nothing but the wheel and its declared requirements can be imported. An environment that passed is removed at once; with
+``--scratch`` those that failed, and the wheels, are left to look at.
 """
 
+import argparse
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import tomllib
 from pathlib import Path
 
+REPO = Path(__file__).resolve().parent.parent
 PACKAGES = ("tokenization", "tools", "engines", "rollout", "agent_loop", "trainer")
+TESTED_EXTRAS = ("transformers",)
 TEST_REQUIREMENTS = ("pytest", "pytest-asyncio", "pytest-timeout", "hypothesis")
 # One torch for every environment, as in the lock: what is tested, not what is installed, should differ.
-CONSTRAINTS = "torch==2.13.*\n"
+TORCH = "torch==2.13.*"
+# Run inside the environment: what is there of ours, where it lies, and that every module can be imported or names the extra that it lacks.
+CHECK_IMPORTS = """
+import importlib, importlib.metadata, pkgutil, sys
+from pathlib import Path
+package, siblings = importlib.import_module(sys.argv[1]), set(sys.argv[2:])
+assert Path(package.__file__).is_relative_to(sys.prefix), f"{package.__file__} is not in {sys.prefix}"
+assert Path(package.__file__).with_name("py.typed").is_file(), "py.typed is not in the wheel"
+ours = {found.name for found in pkgutil.iter_modules() if found.name.startswith("ostinato")}
+assert ours == siblings, f"{sorted(siblings)} are declared, {sorted(ours)} can be imported"
+for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    try:
+        importlib.import_module(found.name)
+    except ImportError as error:
+        lacks_an_extra = f"{package.__name__.replace('_', '-')}[" in str(error)
+        if not lacks_an_extra:
+            raise
+        print(f"  {found.name}: {error}")
+"""
 
 
 def run(*command: str | Path, cwd: Path) -> None:
-    """Run a command, showing it; its failure ends this program."""
-    print("+", *command, flush=True)
-    subprocess.run([str(part) for part in command], cwd=cwd, check=True)
+    """Run a command, showing it; its failure is an error."""
+    print("+", *(str(part) if "\n" not in str(part) else "CODE" for part in command), flush=True)
+    leaking = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    environment = {name: value for name, value in os.environ.items() if name not in leaking}
+    environment.setdefault("OSTINATO_SHARED", str(REPO.parent / "shared"))
+    subprocess.run([str(part) for part in command], cwd=cwd, env=environment, check=True)
 
 
-def isolate(package: str, repo: Path, scratch: Path, wheels: Path) -> None:
-    """Install one wheel alone and run its tests from a folder that holds nothing else."""
-    home = scratch / package
-    environment, python = home / "venv", home / "venv/bin/python"
-    run("uv", "venv", "--quiet", "--python", sys.executable, environment, cwd=scratch)
-    distribution = "ostinato-" + package.replace("_", "-")
-    options = ("--quiet", "--python", python, "--find-links", wheels, "--constraints", scratch / "constraints.txt")
-    run("uv", "pip", "install", *options, distribution, cwd=scratch)
-    run(python, "-c", f"import ostinato_{package}", cwd=home)
-    run("uv", "pip", "install", *options, *TEST_REQUIREMENTS, cwd=scratch)
-    shutil.copytree(repo / "tests" / package, home / "tests")
-    shutil.copy(repo / "packages" / package / "README.md", home / "README.md")
-    options = (
-        "-q",
-        "--import-mode=importlib",
-        "-o",
-        "asyncio_mode=auto",
-        "-m",
-        "not slow",
-        "-o",
-        "markers=slow: takes minutes",
-    )
-    run(python, "-m", "pytest", *options, "--timeout=300", "--rootdir", home, "tests", cwd=home)
+def project(package: str) -> dict:
+    """The package's `[project]` table."""
+    return tomllib.loads((REPO / "packages" / package / "pyproject.toml").read_text())["project"]
 
 
-def main() -> None:
-    """Build all wheels, then isolate the named packages, or all."""
-    scratch, names = Path(sys.argv[1]).resolve(), tuple(sys.argv[2:]) or PACKAGES
-    repo = Path(__file__).resolve().parent.parent
-    wheels = scratch / "wheels"
-    wheels.mkdir(parents=True, exist_ok=True)
-    (scratch / "constraints.txt").write_text(CONSTRAINTS)
-    run("uv", "build", "--quiet", "--all-packages", "--wheel", "--out-dir", wheels, cwd=repo)
-    for package in names:
-        isolate(package, repo, scratch, wheels)
+def siblings_of(package: str) -> set[str]:
+    """The packages that are installed with this one because it requires them, itself included."""
+    required = {
+        name for name in PACKAGES for line in project(package)["dependencies"] if line.startswith(project(name)["name"])
+    }
+    return {package}.union(*(siblings_of(name) for name in required))
+
+
+def isolate(package: str, extra: str | None, home: Path, wheels: Path) -> None:
+    """Install one wheel alone in an environment below `home` and run its tests from a folder that holds nothing else."""
+    python, name = home / "venv/bin/python", project(package)["name"]
+    home.mkdir(parents=True)
+    # Siblings are the wheels just built, whatever an index offers under their names.
+    built = {project(other)["name"]: next(wheels.glob(f"ostinato_{other}-*.whl")).as_uri() for other in PACKAGES}
+    constraints = home / "constraints.txt"
+    constraints.write_text("\n".join([TORCH, *(f"{other} @ {uri}" for other, uri in built.items())]) + "\n")
+    install = ("uv", "pip", "install", "--quiet", "--python", python, "--constraints", constraints)
+    run("uv", "venv", "--quiet", "--no-project", "--python", sys.executable, home / "venv", cwd=home)
+    run(*install, f"{name}[{extra}]" if extra else name, cwd=home)
+    imports = [f"ostinato_{other}" for other in sorted(siblings_of(package))]
+    run(python, "-c", CHECK_IMPORTS, f"ostinato_{package}", *imports, cwd=home)
+    run(*install, *TEST_REQUIREMENTS, cwd=home)
+    # The tests find README and recipes where the workspace has them, but no sources.
+    shutil.copytree(REPO / "tests" / package, home / "tests" / package, ignore=shutil.ignore_patterns("__pycache__"))
+    (home / "packages" / package).mkdir(parents=True)
+    shutil.copy(REPO / "packages" / package / "README.md", home / "packages" / package)
+    if package == "trainer":
+        shutil.copytree(REPO / "recipes", home / "recipes")
+    options = ("-q", "-c", REPO / "pyproject.toml", "--rootdir", home, "--confcutdir", home, "-p", "no:cacheprovider")
+    run(python, "-m", "pytest", *options, f"tests/{package}", cwd=home)
+
+
+def main() -> int:
+    """Build all wheels, isolate the named packages, or all, with and without their extras; the status says whether all passed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser.add_argument("packages", nargs="*", default=[], help=f"of {', '.join(PACKAGES)}; all where none is named")
+    parser.add_argument("--scratch", type=Path, help="a folder for wheels and environments; a temporary one by default")
+    arguments = parser.parse_args()
+    unknown = sorted(set(arguments.packages) - set(PACKAGES))
+    if unknown:
+        parser.error(f"packages must be of {', '.join(PACKAGES)}, got {', '.join(unknown)}")
+    failed = []
+    with tempfile.TemporaryDirectory(prefix="ostinato-isolate-") as temporary:
+        scratch = (arguments.scratch or Path(temporary)).resolve()
+        wheels = scratch / "wheels"
+        shutil.rmtree(wheels, ignore_errors=True)
+        run("uv", "build", "--quiet", "--all-packages", "--wheel", "--out-dir", wheels, cwd=REPO)
+        for package in arguments.packages or PACKAGES:
+            extras = [extra for extra in TESTED_EXTRAS if extra in project(package).get("optional-dependencies", {})]
+            for extra in (None, *extras):
+                label = f"{package}[{extra}]" if extra else package
+                home = scratch / label
+                shutil.rmtree(home, ignore_errors=True)
+                print(f"\n== {label}", flush=True)
+                try:
+                    isolate(package, extra, home, wheels)
+                except subprocess.CalledProcessError as error:
+                    print(f"{label} failed with status {error.returncode}", flush=True)
+                    failed.append(label)
+                else:
+                    shutil.rmtree(home)
+    print(f"\nfailed alone: {', '.join(failed)}" if failed else "\nevery wheel passed its tests alone")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
