@@ -15,6 +15,7 @@ import tomllib
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
+UV = os.environ.get("UV", "uv")  # `uv run` tells its children which uv it is
 PACKAGES = ("tokenization", "tools", "engines", "rollout", "agent_loop", "trainer")
 TESTED_EXTRAS = ("transformers",)
 TEST_REQUIREMENTS = ("pytest", "pytest-asyncio", "pytest-timeout", "hypothesis")
@@ -70,8 +71,8 @@ def isolate(package: str, extra: str | None, home: Path, wheels: Path) -> None:
     built = {project(other)["name"]: next(wheels.glob(f"ostinato_{other}-*.whl")).as_uri() for other in PACKAGES}
     constraints = home / "constraints.txt"
     constraints.write_text("\n".join([TORCH, *(f"{other} @ {uri}" for other, uri in built.items())]) + "\n")
-    install = ("uv", "pip", "install", "--quiet", "--python", python, "--constraints", constraints)
-    run("uv", "venv", "--quiet", "--no-project", "--python", sys.executable, home / "venv", cwd=home)
+    install = (UV, "pip", "install", "--quiet", "--python", python, "--constraints", constraints)
+    run(UV, "venv", "--quiet", "--no-project", "--python", sys.executable, home / "venv", cwd=home)
     run(*install, f"{name}[{extra}]" if extra else name, cwd=home)
     imports = [f"ostinato_{other}" for other in sorted(siblings_of(package))]
     run(python, "-c", CHECK_IMPORTS, f"ostinato_{package}", *imports, cwd=home)
@@ -100,7 +101,7 @@ def main() -> int:
         scratch = (arguments.scratch or Path(temporary)).resolve()
         wheels = scratch / "wheels"
         shutil.rmtree(wheels, ignore_errors=True)
-        run("uv", "build", "--quiet", "--all-packages", "--wheel", "--out-dir", wheels, cwd=REPO)
+        run(UV, "build", "--quiet", "--all-packages", "--wheel", "--out-dir", wheels, cwd=REPO)
         for package in arguments.packages or PACKAGES:
             extras = [extra for extra in TESTED_EXTRAS if extra in project(package).get("optional-dependencies", {})]
             for extra in (None, *extras):
