@@ -28,7 +28,8 @@ def source(folder: Path, train: list[dict], test: list[dict] | None = None) -> P
 def test_a_row_has_the_fields_of_the_field(tmp_path: Path) -> None:
     """A question becomes prompt, ground truth without commas, and the arguments of the checking tool."""
     written = prepare_gsm8k(source(tmp_path, [QUESTION]), tmp_path / "out")
-    assert written == {tmp_path / "out" / "train.parquet": 1, tmp_path / "out" / "test.parquet": 1}
+    assert written == {tmp_path / "out" / name: 1 for name in ("train.parquet", "test.parquet", "sft.jsonl")}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in written}
     row = pq.read_table(tmp_path / "out" / "test.parquet").to_pylist()[0]
     assert list(row) == ["data_source", "agent_name", "prompt", "ability", "reward_model", "extra_info"]
     assert (row["data_source"], row["agent_name"], row["ability"]) == ("openai/gsm8k", "tool_agent", "math")
@@ -45,12 +46,26 @@ def test_a_row_has_the_fields_of_the_field(tmp_path: Path) -> None:
 
 
 def test_another_agent_can_be_named(tmp_path: Path) -> None:
-    """The agent is written into the rows; the one without tools gets a prompt that speaks of none."""
+    """The agent is written into the rows; the one without tools gets a prompt that speaks of none, and no demonstrations."""
     prepare("gsm8k", source(tmp_path, [QUESTION]), tmp_path / "out", agent="single_turn_agent")
     row = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()[0]
     assert row["agent_name"] == "single_turn_agent"
     assert "calc_gsm8k_reward" not in row["prompt"][0]["content"]
     assert row["extra_info"]["need_tools_kwargs"] is False
+    assert not (tmp_path / "out" / "sft.jsonl").exists()
+
+
+def test_demonstrations_come_from_training_questions_only(tmp_path: Path) -> None:
+    """`sft.jsonl` holds the row's prompt, the calls and the schemas, and nothing of the test split."""
+    held_out = {"question": "7 + 1?", "answer": "<<7+1=8>>\n#### 8"}
+    prepare_gsm8k(source(tmp_path, [QUESTION], [held_out]), tmp_path / "out")
+    [line] = (tmp_path / "out" / "sft.jsonl").read_text().splitlines()
+    conversation = json.loads(line)
+    prompt = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()[0]["prompt"]
+    assert list(conversation) == ["messages", "tools"]
+    assert conversation["messages"][:2] == prompt
+    assert [message["role"] for message in conversation["messages"][2:]] == [*["assistant", "tool"] * 2, "assistant"]
+    assert {tool["function"]["name"] for tool in conversation["tools"]} == {"calc_gsm8k_reward", "calculator"}
 
 
 def test_what_was_written_is_a_dataset(tmp_path: Path) -> None:
@@ -96,9 +111,9 @@ def test_an_output_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"needs {GSM8K}")
 def test_the_real_data_set_is_prepared_whole(tmp_path: Path) -> None:
-    """All 7,473 and 1,319 questions get a ground truth that is a number."""
+    """All 7,473 and 1,319 questions get a ground truth that is a number; 7,376 solutions are annotated and confirmed."""
     written = prepare_gsm8k(GSM8K, tmp_path)
-    assert list(written.values()) == [7473, 1319]
+    assert list(written.values()) == [7473, 1319, 7376]
     truths = pq.read_table(tmp_path / "train.parquet", columns=["reward_model"]).to_pylist()
     assert all(
         float(row["reward_model"]["ground_truth"]) == float(row["reward_model"]["ground_truth"]) for row in truths

@@ -10,6 +10,7 @@ from ostinato_trainer.chat_template import chat_template_text
 from ostinato_trainer.config_checks import check_runnable
 from ostinato_trainer.config_loading import load_config
 from ostinato_trainer.errors import ConfigError
+from ostinato_trainer.gsm8k_dialogues import Gsm8kDialogues
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.yaml"))
@@ -58,6 +59,13 @@ def test_the_tool_recipe_s_template_shows_tools_and_never_rewrites() -> None:
             if messages[end]["role"] != "tool":
                 assert whole.startswith(tokenizer.render(messages[:end], schemas, add_generation_prompt=False))
     assert "tool" not in tokenizer.render(CONVERSATION[:1], None, add_generation_prompt=True)
+
+
+def test_demonstrations_show_the_tools_of_the_tool_recipe() -> None:
+    """What `prepare gsm8k` demonstrates is rendered with the very schemas, in the very order, that the recipe's rollout shows."""
+    config = load_config(FOLDER / "gsm8k_tool_cpu.yaml", NEEDED)
+    registry = load_tools(config.actor_rollout_ref.rollout.multi_turn.tool_config_path)
+    assert Gsm8kDialogues().tools == registry.schemas()
 
 
 def test_a_template_file_that_is_missing_is_named() -> None:

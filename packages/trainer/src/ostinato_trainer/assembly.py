@@ -22,7 +22,7 @@ from ostinato_engines.loading import load_server_class
 from ostinato_rollout import ServerPool, SessionBudget
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens
 from ostinato_tools import ToolExecutor, load_tools
-from ostinato_trainer.chat_template import chat_template_text
+from ostinato_trainer.chat_template import chat_template_text, write_chat_template
 from ostinato_trainer.checkpoint import CheckpointManager
 from ostinato_trainer.config import Config
 from ostinato_trainer.config_checks import check_runnable
@@ -201,6 +201,9 @@ class RunCheckpoints:
 
     def _write(self, directory: Path) -> None:
         self._backend.save_hf(directory / "huggingface")
+        template = chat_template_text(self._config.actor_rollout_ref.model)
+        if template is not None:
+            write_chat_template(directory / "huggingface", template)
         self._backend.save(directory / "actor")
         (directory / "data.json").write_bytes(msgspec.json.encode(self._loader.state_dict()))
         (directory / "config.yaml").write_text(to_yaml(self._config))

@@ -32,7 +32,7 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "*.model",
     "*.tiktoken",
-    "chat_template*",
+    "*chat_template*",
 )
 
 

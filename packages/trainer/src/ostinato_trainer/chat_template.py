@@ -1,13 +1,14 @@
-"""The chat template that a configuration asks for, as text."""
+"""The chat template that a configuration asks for, as text, and its place in a model folder."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from ostinato_trainer.config_actor import ModelConfig
 from ostinato_trainer.errors import ConfigError
 
-__all__ = ["chat_template_text"]
+__all__ = ["chat_template_text", "write_chat_template"]
 
 
 def chat_template_text(model: ModelConfig) -> str | None:
@@ -26,3 +27,15 @@ def chat_template_text(model: ModelConfig) -> str | None:
         raise ConfigError(
             f"actor_rollout_ref.model.chat_template must be a readable file, got {value}: {reason}; check the path"
         ) from None
+
+
+def write_chat_template(directory: Path, text: str) -> None:
+    """Make `text` the chat template of a model folder, so that who loads it speaks to it as in training.
+
+    Templates by other names, which would be preferred where tools are given, are removed.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    shutil.rmtree(directory / "additional_chat_templates", ignore_errors=True)
+    (directory / "chat_template.jinja").write_text(text, encoding="utf-8")

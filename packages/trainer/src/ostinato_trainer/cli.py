@@ -1,9 +1,10 @@
-"""The `ostinato` command: quickstart, train, prepare, config, chat.
+"""The `ostinato` command: quickstart, train, sft, prepare, config, chat.
 
 Every foreseen failure ends in one message (what is wrong, where, and the cure) and a non-zero exit; only a fault of ours shows a traceback.
 Heavy imports happen inside the commands, so that `ostinato config` and `--help` are quick.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -52,12 +53,43 @@ def train(
     run_training(load_config(files, overrides))
 
 
+@app.command()
+def sft(
+    model: Annotated[Path, typer.Option(help="A model folder in the Hugging Face format.")],
+    data: Annotated[str, typer.Option(help="JSONL, JSON or parquet: `messages`, and `tools` where there are any.")],
+    output: Annotated[Path, typer.Option(help="A new folder for the trained model.")],
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 100,
+    batch_size: Annotated[int, typer.Option(help="Conversations a step.")] = 8,
+    lr: Annotated[float, typer.Option(help="Learning rate, from which it falls to 0 in a line.")] = 2e-5,
+    max_length: Annotated[int, typer.Option(help="Tokens; longer conversations are left out.")] = 2048,
+    chat_template: Annotated[
+        str | None, typer.Option(help="A .jinja file, if the model's own template is not to be used.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Chooses and orders the conversations.")] = 0,
+) -> None:
+    """Teach a model to talk as in given conversations: a warm start for `ostinato train`."""
+    from ostinato_trainer.sft import SftSettings
+    from ostinato_trainer.sft_run import run_sft
+
+    settings = SftSettings(steps=steps, batch_size=batch_size, lr=lr, max_tokens_per_micro_batch=4096)
+    run_sft(
+        model,
+        data,
+        output,
+        settings=settings,
+        max_length=max_length,
+        chat_template=chat_template,
+        seed=seed,
+        console=Console(),
+    )
+
+
 @prepare_app.command("gsm8k")
 def prepare_gsm8k(
     input: Annotated[
         str, typer.Option(help="A folder with train.jsonl and test.jsonl, or a dataset id of the Hugging Face hub.")
     ],
-    output: Annotated[Path, typer.Option(help="Where train.parquet and test.parquet go.")],
+    output: Annotated[Path, typer.Option(help="Where train.parquet, test.parquet and sft.jsonl go.")],
     agent: Annotated[str, typer.Option(help="The agent loop that the rows ask for.")] = "tool_agent",
 ) -> None:
     """GSM8K questions as rows for the tool agent."""
@@ -102,6 +134,7 @@ def chat(
 
 def main() -> None:
     """Run the command line; the one boundary at which expected errors become messages."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' own bars would cut through ours
     sys.exit(run_reporting_errors(lambda: app(standalone_mode=False)))
 
 

@@ -1,20 +1,27 @@
 """GSM8K as rows for training: `prepare_gsm8k`.
 
-Reads `question` and `answer` (which ends in `#### N`), writes train and test parquet. The ground truth is what follows
-`####`, commas removed. Files appear whole or not at all.
+Reads `question` and `answer` (which ends in `#### N`), writes train and test parquet, and for agents with tools
+`sft.jsonl`: the training questions as demonstrations. The ground truth is what follows `####`, commas removed. Files
+appear whole or not at all.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
+from rich.console import Console
+from rich.progress import Progress
 
 from ostinato_trainer.data_files import open_data_file
 from ostinato_trainer.errors import DatasetError
+from ostinato_trainer.gsm8k_dialogues import Gsm8kDialogues
 from ostinato_trainer.hub_files import HUB_SCHEME
 from ostinato_trainer.scorers import ground_truth_of
 
@@ -37,27 +44,37 @@ _PLAIN_SYSTEM: Final = (
 
 
 def prepare_gsm8k(input: str | Path, output: str | Path, *, agent: str = "tool_agent") -> dict[Path, int]:
-    """Write `train.parquet` and `test.parquet`.
+    """Write `train.parquet` and `test.parquet`, and `sft.jsonl` with `messages` and `tools` a line for `ostinato sft`.
 
     Args:
         input: a folder with train and test as jsonl, json or parquet, or the id of a dataset on the hub
             (`openai/gsm8k`, extra `hub`).
         output: folder to write to; made if absent.
-        agent: agent program of the rows. `single_turn_agent` gets a prompt that speaks of no tool.
+        agent: agent program of the rows. `single_turn_agent` gets a prompt that speaks of no tool, and no `sft.jsonl`.
 
     Returns:
-        The two files with their numbers of rows.
+        The files with their numbers of rows.
 
     Raises:
         DatasetError: a file or row is missing or malformed, or the output cannot be written.
     """
     if not agent:
         raise DatasetError("agent must name an agent program, got nothing; write --agent tool_agent")
-    tables = {split: _read_split(input, split, agent) for split in _SPLITS}
+    rows = {split: _read_split(input, split, agent) for split in _SPLITS}
+    demonstrations = _demonstrations(rows["train"]) if _uses_tools(agent) else []
     folder = Path(output).expanduser()
+    written: dict[Path, int] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return {_write_whole(table, folder / f"{split}.parquet"): table.num_rows for split, table in tables.items()}
+        for split, of_split in rows.items():
+            table, path = pa.Table.from_pylist(of_split), folder / f"{split}.parquet"
+            _write_whole(path, lambda target, table=table: pq.write_table(table, target))
+            written[path] = len(of_split)
+        if demonstrations:
+            path, lines = folder / "sft.jsonl", msgspec.json.Encoder().encode_lines(demonstrations)
+            _write_whole(path, lambda target: target.write_bytes(lines))
+            written[path] = len(demonstrations)
+        return written
     except OSError as error:
         reason = error.strerror or str(error)
         raise DatasetError(
@@ -65,14 +82,35 @@ def prepare_gsm8k(input: str | Path, output: str | Path, *, agent: str = "tool_a
         ) from error
 
 
-def _read_split(source: str | Path, split: str, agent: str) -> pa.Table:
+def _uses_tools(agent: str) -> bool:
+    return agent != "single_turn_agent"
+
+
+def _demonstrations(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What `sft.jsonl` holds: a conversation for each row whose annotated calculations the tools confirm."""
+    dialogues, console = Gsm8kDialogues(), Console(stderr=True)
+
+    async def make() -> list[dict[str, Any]]:
+        found = []
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            for row in progress.track(rows, description="running the tools of the demonstrations"):
+                info, truth = row["extra_info"], row["reward_model"]["ground_truth"]
+                messages = await dialogues.make(row["prompt"], info["answer"], truth, info["tools_kwargs"])
+                if messages is not None:
+                    found.append({"messages": messages, "tools": dialogues.tools})
+        return found
+
+    return asyncio.run(make())
+
+
+def _read_split(source: str | Path, split: str, agent: str) -> list[dict[str, Any]]:
     file = open_data_file(_split_file(source, split))
     rows = []
     for index, row in enumerate(file.rows()):
         if isinstance(row, DatasetError):
             raise row
         rows.append(_gsm8k_row(row, split, index, agent, file.place(index)))
-    return pa.Table.from_pylist(rows)
+    return rows
 
 
 def _split_file(source: str | Path, split: str) -> str:
@@ -102,7 +140,7 @@ def _gsm8k_row(row: dict[str, Any], split: str, index: int, agent: str, place: s
     truth = ground_truth_of(row["answer"])
     if truth is None:
         raise DatasetError(f"{place}: answer must end with `#### NUMBER`, got {row['answer'][-40:]!r}; mend that row")
-    uses_tools = agent != "single_turn_agent"
+    uses_tools = _uses_tools(agent)
     return {
         "data_source": GSM8K_DATA_SOURCE,
         "agent_name": agent,
@@ -123,11 +161,10 @@ def _gsm8k_row(row: dict[str, Any], split: str, index: int, agent: str, place: s
     }
 
 
-def _write_whole(table: pa.Table, path: Path) -> Path:
+def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
-        pq.write_table(table, unfinished)
+        write(unfinished)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
-    return path
