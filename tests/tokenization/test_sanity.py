@@ -1,12 +1,14 @@
 """The sanity check finds what training and inference would see differently, and nothing else."""
 
+import json
 import logging
 
 import pytest
+import tokenizers
 
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens, Origin, SanityCheckMode, TokenLedger, check_ledger
 from ostinato_tokenization.control_text import MaskTable
-from ostinato_tokenization.testing import tiny_tokenizer
+from ostinato_tokenization.testing import TINY_CHAT_TEMPLATE, tiny_tokenizer
 
 STRICT, IGNORE, DISABLE = SanityCheckMode.STRICT, SanityCheckMode.IGNORE_STRIPPABLE, SanityCheckMode.DISABLE
 
@@ -156,3 +158,53 @@ def test_a_conversation_that_no_longer_renders_is_reported(make):
     report = check_ledger(ledger, tokenizer, [*messages, said("y")], mode=STRICT)
     assert report is not None
     assert "no longer renders" in report.reason
+
+
+def merging_tokenizer():
+    """A tokenizer that merges the newline of the generation prompt with the first letter that is said."""
+    base = tiny_tokenizer()
+    document = json.loads(base.to_str())
+    document["pre_tokenizer"]["use_regex"] = False
+    vocab, merges = document["model"]["vocab"], document["model"]["merges"]
+    merged = vocab.pop("".join(merges.pop()))
+    vocab["ĊX"] = merged
+    merges.insert(0, ["Ċ", "X"])
+    return ChatTokenizer(tokenizers.Tokenizer.from_str(json.dumps(document)), TINY_CHAT_TEMPLATE), merged
+
+
+@pytest.mark.parametrize("mode", [STRICT, IGNORE])
+def test_a_prompt_that_merges_with_what_was_said_is_no_fault(mode):
+    """Where a fresh encoding joins the end of the generation prompt with the first words, the texts are compared, in
+    every turn; another word in the prompt, or another text, is still found."""
+    tokenizer, merged = merging_tokenizer()
+    ledger, messages = play(tokenizer, "q", "Xy<|im_end|>", "k", "Xz<|im_end|>")
+    assert tokenizer.encode_chat(messages, add_generation_prompt=False).count(merged) == 2
+    assert merged not in ledger.token_ids
+    assert check_ledger(ledger, tokenizer, messages, mode=mode) is None
+    for index, other in ((1, said("Xw")), (2, user("l")), (3, said("Yz"))):
+        changed = [*messages]
+        changed[index] = other
+        assert check_ledger(ledger, tokenizer, changed, mode=mode) is not None
+    wrong = TokenLedger()
+    start = len(ledger.prompt_ids)
+    wrong.append([*ledger.prompt_ids[:-2], tokenizer.encode_text("user")[0], ledger.prompt_ids[-1]], Origin.CONTEXT)
+    wrong.append_sampled(ledger.token_ids[start : start + 3], None)
+    assert check_ledger(wrong, tokenizer, messages[:2], mode=mode) is not None
+
+
+def test_the_caller_says_which_turns_are_the_same(tiny):
+    """A turn written otherwise than the template writes it is reported, unless `same_turn` takes both for the same; what
+    was not sampled is not left to it."""
+    ledger, messages = play(tiny, "q", '{"a":1}<|im_end|>', "k", "y<|im_end|>")
+    messages[1] = said('{"a": 1}')
+    asked = []
+
+    def same_json(one, other):
+        asked.append((one, other))
+        return json.loads(one) == json.loads(other)
+
+    assert check_ledger(ledger, tiny, messages, mode=STRICT) is not None
+    assert check_ledger(ledger, tiny, messages, mode=STRICT, same_turn=same_json) is None
+    assert asked == [('{"a":1}', '{"a": 1}')]
+    messages[2] = user("l")
+    assert check_ledger(ledger, tiny, messages, mode=STRICT, same_turn=lambda one, other: True) is not None

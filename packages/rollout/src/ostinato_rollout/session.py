@@ -18,7 +18,7 @@ from ostinato_rollout.client import LLMServerClient
 from ostinato_rollout.config import SessionConfig
 from ostinato_rollout.errors import BudgetExceededError, SessionInputError, SessionStateError
 from ostinato_rollout.seeds import derive_seed
-from ostinato_rollout.turns import assistant_message, checked_messages, empty_reply
+from ostinato_rollout.turns import assistant_message, checked_messages, empty_reply, same_turn
 from ostinato_rollout.types import Reply, SessionBudget, SessionMetrics
 from ostinato_tokenization import (
     ContinuousTokens,
@@ -321,8 +321,9 @@ class ChatSession:
         )
         self.inexact_versions.update(span.version for span in output.policy_versions if not span.exact)
         self._length += len(output.token_ids)
-        parsed = self._parse(output.token_ids, in_reasoning=in_reasoning)
-        message = assistant_message(parsed)
+        text = self._decode(output.token_ids)
+        parsed = self._parse(text, in_reasoning=in_reasoning)
+        message = assistant_message(parsed, text)
         self.messages.append(message)
         self._unanswered, self._mark = 0, None
         self._turn += 1
@@ -341,12 +342,15 @@ class ChatSession:
             return False
         return self._tokens.tokenizer.decode(prompt[-_TAIL_LENGTH:]).rstrip().endswith("<think>")
 
-    def _parse(self, token_ids: list[int], *, in_reasoning: bool) -> ParsedTurn:
-        """Decode a turn, control tokens kept, and read its calls; the token that ends a turn is no part of its text."""
+    def _decode(self, token_ids: list[int]) -> str:
+        """Return the text of a turn, control tokens kept; the token that ends a turn is no part of it."""
         tokenizer = self._tokens.tokenizer
         if token_ids[-1] in tokenizer.stop_token_ids:
             token_ids = token_ids[:-1]
-        text = tokenizer.decode(token_ids, skip_special_tokens=False)
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _parse(self, text: str, *, in_reasoning: bool = False) -> ParsedTurn:
+        """Read the calls of a turn."""
         if self._parser is None:
             return ParsedTurn(content=text, reasoning=None, tool_calls=(), errors=())
         prefix = f"call_{self._turn}_"
@@ -363,6 +367,7 @@ class ChatSession:
                 self._tools,
                 mode=self.config.tokenization_sanity_check_mode,
                 template_kwargs=self._tokens.template_kwargs,
+                same_turn=lambda said, shown: same_turn(self._parse(said), self._parse(shown)),
             )
         except Exception as error:
             logger.exception("the sanity check of request %s failed", self.request_id)

@@ -31,9 +31,13 @@ def empty_reply(stop_reason: StopReason) -> Reply:
     return Reply({"role": "assistant", "content": ""}, None, (), (), stop_reason)
 
 
-def assistant_message(parsed: ParsedTurn) -> dict:
-    """Return the turn as an OpenAI message; arguments are the text that the model wrote."""
-    message: dict = {"role": "assistant", "content": parsed.content}
+def assistant_message(parsed: ParsedTurn, text: str) -> dict:
+    """Return the turn as an OpenAI message; arguments are the text that the model wrote.
+
+    Where nothing could be read but errors, the content is the whole `text`: the history shows what the model did wrong.
+    """
+    unread = bool(parsed.errors) and not parsed.tool_calls and parsed.reasoning is None
+    message: dict = {"role": "assistant", "content": text if unread else parsed.content}
     if parsed.reasoning is not None:
         message["reasoning_content"] = parsed.reasoning
     if parsed.tool_calls:
@@ -42,3 +46,17 @@ def assistant_message(parsed: ParsedTurn) -> dict:
             for call in parsed.tool_calls
         ]
     return message
+
+
+def same_turn(said: ParsedTurn, shown: ParsedTurn) -> bool:
+    """Tell whether two turns are the same message, however it is written.
+
+    A turn that holds what could not be read has no message that renders to it, so nothing can be said against `shown`.
+    """
+    if said.errors or any(call.error is not None for call in said.tool_calls):
+        return True
+    if (said.content, said.reasoning) != (shown.content, shown.reasoning):
+        return False
+    return [(call.name, call.arguments) for call in said.tool_calls] == [
+        (call.name, call.arguments) for call in shown.tool_calls
+    ]

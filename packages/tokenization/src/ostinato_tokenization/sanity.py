@@ -2,14 +2,15 @@
 
 What the policy sampled is compared as text (its ids need not be canonical), everything else as ids. Linear in the number
 of tokens. Invariant: the ledger is never changed by this, and a difference that is a choice is not reported: reasoning
-that the ledger keeps and the template drops, or the closing of a truncated turn.
+that the ledger keeps and the template drops, the closing of a truncated turn, words of the generation prompt that a fresh
+encoding merges with what was said, and another way of writing what the caller takes for the same turn.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -81,18 +82,21 @@ def check_ledger(
     *,
     mode: SanityCheckMode,
     template_kwargs: Mapping[str, Any] | None = None,
+    same_turn: Callable[[str, str], bool] | None = None,
 ) -> SanityReport | None:
     """Compare a ledger with a fresh rendering; a difference is logged as a warning and returned.
 
     Args:
         messages: The conversation that the ledger holds, the assistant's messages as they were parsed.
+        same_turn: Asked about a turn whose recorded and rendered texts differ: whether they say the same, as JSON with
+            other spaces does, or cannot be told to say different things. None: texts that differ say different things.
 
     Returns:
         The first difference, or None.
     """
     if SanityCheckMode(mode) == SanityCheckMode.DISABLE:
         return None
-    report = _Comparison(ledger, tokenizer, messages, tools, SanityCheckMode(mode), template_kwargs).run()
+    report = _Comparison(ledger, tokenizer, messages, tools, SanityCheckMode(mode), template_kwargs, same_turn).run()
     if report is not None:
         _logger.warning("%s", report)
     return report
@@ -109,15 +113,17 @@ class _Comparison:
         tools: Sequence[Mapping[str, Any]] | None,
         mode: SanityCheckMode,
         template_kwargs: Mapping[str, Any] | None,
+        same_turn: Callable[[str, str], bool] | None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._same_turn = same_turn
         self._profile = tokenizer.profile(template_kwargs)
         self._messages = messages
         self._encode = partial(
             tokenizer.encode_chat, tools=tools, template_kwargs=template_kwargs, started_at=ledger.started_at
         )
         self._lenient = mode == SanityCheckMode.IGNORE_STRIPPABLE
-        self._stops = tokenizer.end_token_ids
+        self._stops, self._controls = tokenizer.end_token_ids, tokenizer.control_token_ids
         self._recorded = ledger.token_ids
         self._runs = [match.span() for match in _RUNS.finditer(ledger.origins)]
         self._origins = ledger.origins
@@ -135,19 +141,19 @@ class _Comparison:
     def run(self) -> SanityReport | None:
         if self._refusal:
             return self._report(0, 0, f"the conversation no longer renders ({self._refusal})")
-        prefill = ""
+        lead: list[int] = []
         for number, (start, end) in enumerate(self._runs):
             origin = self._origins[start]
             following = self._origins[self._runs[number + 1][0]] if number + 1 < len(self._runs) else None
             if origin == Origin.SAMPLED:
-                report = self._compare_sampled(start, end, prefill, repaired=following == Origin.REPAIR)
+                report = self._compare_sampled(start, end, lead, repaired=following == Origin.REPAIR)
                 self._turn += 1
             elif origin == Origin.REPAIR:
                 report = self._skip_repair(start, end)
             else:
-                if following is not None:
-                    end, prefill = self._without_prefill(start, end)
-                report = self._compare_context(start, end)
+                words = end if following is None else self._prompt_words(start, end)
+                report = self._compare_context(start, words)
+                lead = [] if report else self._step_over_common(self._recorded[words:end])
             if report is not None:
                 return report
         rest = [token_id for token_id in self._rendered[self._pos :] if token_id not in self._stops]
@@ -155,12 +161,23 @@ class _Comparison:
             return self._report(len(self._recorded), self._pos, "the rendering goes on where the record ends")
         return None
 
-    def _without_prefill(self, start: int, end: int) -> tuple[int, str]:
-        """The part of a generation prompt that stands for the beginning of what is said belongs to the sampled text."""
+    def _prompt_words(self, start: int, end: int) -> int:
+        """Where the plain words at the end of a generation prompt begin: a fresh encoding may merge them with what is said,
+        and some, such as `<think>`, stand for the beginning of that."""
+        words = end
         count = len(self._prefill)
         if count and end - start >= count and self._recorded[end - count : end] == self._prefill:
-            return end - count, self._profile.prefill
-        return end, ""
+            words -= count
+        limit = max(start, words - _WINDOW)
+        while words > limit and self._recorded[words - 1] not in self._controls:
+            words -= 1
+        return words
+
+    def _step_over_common(self, words: list[int]) -> list[int]:
+        """Step over the words that the rendering has as well; the rest of them is compared with what is said."""
+        common = _common_length(words, self._rendered[self._pos : self._pos + len(words)])
+        self._pos += common
+        return words[common:]
 
     def _compare_context(self, start: int, end: int) -> SanityReport | None:
         recorded = self._recorded[start:end]
@@ -197,7 +214,7 @@ class _Comparison:
         self._pos = blank
         return True
 
-    def _compare_sampled(self, start: int, end: int, prefill: str, *, repaired: bool) -> SanityReport | None:
+    def _compare_sampled(self, start: int, end: int, lead: list[int], *, repaired: bool) -> SanityReport | None:
         said_end = end
         while said_end > max(start, end - 4) and self._recorded[said_end - 1] not in self._stops:
             said_end -= 1
@@ -207,12 +224,12 @@ class _Comparison:
         close = self._pos
         while close < len(self._rendered) and self._rendered[close] not in self._stops:
             close += 1
-        said = prefill + self._tokenizer.decode(body)
+        said = self._tokenizer.decode(lead + body)
         shown = self._tokenizer.decode(self._rendered[self._pos : close])
         cut_off = not stopped and (repaired or end == len(self._recorded))
         if not self._same(said, shown, cut_off=cut_off):
-            offset = _common_length(body, self._rendered[self._pos : close])
-            return self._report(start + offset, self._pos + offset, "sampled text differs")
+            common = _common_length(lead + body, self._rendered[self._pos : close])
+            return self._report(start - len(lead) + common, self._pos + common, "sampled text differs")
         self._pos = close
         if stopped and close < len(self._rendered):
             shown_stop = self._rendered[close]
@@ -230,10 +247,14 @@ class _Comparison:
             self._pos += 1
 
     def _same(self, said: str, shown: str, *, cut_off: bool) -> bool:
+        ask = self._same_turn
+        if ask is not None and said != shown and ask(said, shown):
+            return True
         if self._lenient:
             said, shown = said.translate(_STRIPPABLE), shown.translate(_STRIPPABLE)
         said, shown = self._tokenizer.normalize(said), self._tokenizer.normalize(shown)
-        if said == shown or _without_reasoning(said) == _without_reasoning(shown):
+        answer, shown_answer = _without_reasoning(said), _without_reasoning(shown)
+        if said == shown or answer == shown_answer or (ask is not None and ask(answer, shown_answer)):
             return True
         if not cut_off:
             return False
