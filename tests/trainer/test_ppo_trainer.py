@@ -1,0 +1,246 @@
+"""The loop over real parts: what is trained on is what was sampled, failures stay out, and every seam takes a part of one's own."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ostinato_engines import TokenOutput
+from ostinato_engines.transformers_server import TransformersServer
+from ostinato_trainer.assembly import run_training
+from ostinato_trainer.batch import Batch
+from ostinato_trainer.config import Config
+from ostinato_trainer.config_loading import load_config
+from ostinato_trainer.errors import TrainingInterrupted
+from ostinato_trainer.local_backend import LocalBackend
+from ostinato_trainer.quickstart.run import make_files
+
+SMALL = (
+    "trainer.total_training_steps=2",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
+    "trainer.save_freq=0",
+    "data.train_batch_size=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.rollout.n=3",
+    "data.max_response_length=48",
+)
+
+
+class RecordingServer(TransformersServer):
+    """The embedded engine, remembering what it was asked and what it answered."""
+
+    calls: ClassVar[list[tuple[list[int], list[int]]]] = []
+
+    def __init__(self, model_path: str, *, max_model_len: int) -> None:
+        super().__init__(model_path, max_model_len=max_model_len, full_determinism=True)
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling_params: Any, request_id: str, media: Sequence[Any] = ()
+    ) -> TokenOutput:
+        """See AsyncServerBase."""
+        prompt = list(prompt_ids)
+        output = await super().generate(prompt_ids, sampling_params, request_id, media)
+        type(self).calls.append((prompt, list(output.token_ids)))
+        return output
+
+
+class BareServer(RecordingServer):
+    """A third party's server that knows no log-probabilities: it returns the ids alone."""
+
+    async def generate(self, *arguments: Any, **options: Any) -> list[int]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """See AsyncServerBase."""
+        return (await super().generate(*arguments, **options)).token_ids
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's files; the model is as it was made, without a warm start."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    make_files(folder, seed=0)
+    (folder / "warm_start").symlink_to(folder / "model")
+    return folder
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+    """The micro-batches that reach the backend."""
+    seen: list[Batch] = []
+    original = LocalBackend.forward_backward
+
+    def forward_backward(self: LocalBackend, micro_batches: Sequence[Batch], *rest: Any, **options: Any) -> Any:
+        seen.extend(micro_batches)
+        return original(self, micro_batches, *rest, **options)
+
+    monkeypatch.setattr(LocalBackend, "forward_backward", forward_backward)
+    RecordingServer.calls = BareServer.calls = []
+    return seen
+
+
+def configured(home: Path, output: Path, *overrides: str) -> Config:
+    """The quickstart's configuration, cut down."""
+    return load_config([home / "config.yaml"], [*SMALL, f"trainer.default_local_dir={output}", *overrides])
+
+
+def server_overrides(name: str, folder: Path) -> tuple[str, str]:
+    """A server class of this file, as a third party would give it: by path and name."""
+    path = folder / "third_party_server.py"
+    path.write_text(Path(__file__).read_text())
+    prefix = "actor_rollout_ref.rollout.agent.custom_async_server"
+    return f"{prefix}.path={path}", f"{prefix}.name={name}"
+
+
+def varied_reward(folder: Path) -> str:
+    """A reward that differs between trajectories, so that there is something to learn."""
+    path = folder / "varied_reward.py"
+    path.write_text(
+        "async def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return float(len(extra_info['sampled_text']) % 7)\n"
+    )
+    return f"reward.custom_reward_function.path={path}"
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    """The metrics of each step."""
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def recorded_calls(name: str) -> list[tuple[list[int], list[int]]]:
+    """What the server class that was loaded by path has recorded."""
+    import sys
+
+    modules = [module for key, module in sys.modules.items() if key.endswith("third_party_server")]
+    return getattr(modules[-1], name).calls
+
+
+def test_trained_ids_are_the_sampled_ids(home: Path, tmp_path: Path, trained: list[Batch]) -> None:
+    """Every token that the engine sampled in a turn is trained on once, under the prompt that the engine saw, and nothing else is."""
+    run_training(configured(home, tmp_path, *server_overrides("RecordingServer", tmp_path)))
+    calls = recorded_calls("RecordingServer")
+    unexplained = [(prompt, sampled) for prompt, sampled in calls if sampled]
+    num_trained = 0
+    for batch in trained:
+        for start, end in zip(batch.cu_seqlens.tolist(), batch.cu_seqlens.tolist()[1:], strict=False):
+            ids, mask = batch.token_ids[start:end].tolist(), batch.loss_mask[start:end].tolist()
+            explained = [False] * len(ids)
+            for call in list(unexplained):
+                prompt, sampled = call
+                span = slice(len(prompt), len(prompt) + len(sampled))
+                if ids[: len(prompt)] == prompt and ids[span] == sampled and not any(explained[span]):
+                    explained[span] = [True] * len(sampled)
+                    unexplained.remove(call)
+            assert mask == explained
+            num_trained += sum(mask)
+    assert not unexplained
+    assert num_trained == sum(len(sampled) for _, sampled in calls) > 0
+
+
+def test_a_server_may_return_bare_ids(home: Path, tmp_path: Path, trained: list[Batch]) -> None:
+    """Without log-probabilities a run works too: they are absent, not zero, and no gap to the engine is invented."""
+    run_training(configured(home, tmp_path, *server_overrides("BareServer", tmp_path)))
+    assert all(batch.rollout_log_probs.isnan().all() for batch in trained)
+    steps = records(tmp_path)
+    assert len(steps) == 2
+    assert all("rollout_corr/kl" not in step and math.isfinite(step["actor/pg_loss"]) for step in steps)
+
+
+def test_segments_of_their_own(home: Path, tmp_path: Path, trained: list[Batch]) -> None:
+    """With prompts rendered as at inference, trajectories of several segments count once in the baseline and train what was sampled."""
+    run_training(
+        configured(
+            home,
+            tmp_path,
+            "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template=true",
+            *server_overrides("RecordingServer", tmp_path),
+        )
+    )
+    assert all(batch.num_sequences >= batch.num_trajectories for batch in trained)
+    num_sampled = sum(len(sampled) for _, sampled in recorded_calls("RecordingServer"))
+    assert sum(batch.num_loss_tokens for batch in trained) == num_sampled
+    assert [step["training/num_trajectories"] for step in records(tmp_path)] == [6.0, 6.0]
+
+
+def test_failed_rewards_stay_out(home: Path, tmp_path: Path, trained: list[Batch]) -> None:
+    """A trajectory whose reward cannot be computed is counted and left out; where all fail, the run ends and says why."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "seen = []\n"
+        "async def compute_score(data_source, solution_str, ground_truth, extra_info, allowed):\n"
+        "    seen.append(1)\n"
+        "    if len(seen) % 3 == 0 or not allowed:\n"
+        "        raise ValueError('the judge is out')\n"
+        "    return float(len(seen) % 2)\n"
+    )
+    prefix = "reward.custom_reward_function"
+    some, none = (f"{prefix}.reward_kwargs={{allowed: {flag}}}" for flag in ("true", "false"))
+    run_training(configured(home, tmp_path / "some", f"{prefix}.path={reward}", some))
+    for step in records(tmp_path / "some"):
+        assert step["training/num_failed_trajectories"] == 2
+        assert step["training/num_trajectories"] == 4
+        assert step["agent_loop/failures/reward"] == 2
+    with pytest.raises(TrainingInterrupted, match=r"all 6 failed.*the judge is out"):
+        run_training(configured(home, tmp_path / "none", f"{prefix}.path={reward}", none))
+
+
+def test_the_engine_gets_the_trained_weights(home: Path, tmp_path: Path) -> None:
+    """After each step the engine serves the new weights: the gap between its log-probabilities and the trainer's stays rounding, while
+    the checkpoint differs from the start."""
+    run_training(
+        configured(
+            home,
+            tmp_path,
+            varied_reward(tmp_path),
+            "trainer.save_freq=-1",
+            "actor_rollout_ref.actor.optim.lr=0.01",
+        )
+    )
+    assert max(step["training/rollout_log_probs_diff_max"] for step in records(tmp_path)) < 1e-4
+    before = load_file(home / "model" / "model.safetensors")
+    after = load_file(tmp_path / "global_step_2" / "huggingface" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_kl_loss_mini_batches_and_epochs(home: Path, tmp_path: Path, trained: list[Batch]) -> None:
+    """Two passes in mini-batches with a KL term: each trajectory is trained on twice, the divergence is zero at the very start only."""
+    run_training(
+        configured(
+            home,
+            tmp_path,
+            varied_reward(tmp_path),
+            "actor_rollout_ref.actor.ppo_epochs=2",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+            "actor_rollout_ref.actor.use_kl_loss=true",
+            "actor_rollout_ref.actor.optim.lr=0.01",
+        )
+    )
+    steps = records(tmp_path)
+    assert sum(batch.num_trajectories for batch in trained) == 2 * 2 * 6
+    assert all(step["actor/kl_loss"] >= 0 for step in steps)
+    assert steps[1]["actor/kl_loss"] > 0
+    assert all(batch.ref_log_probs is not None for batch in trained)
+
+
+def test_callbacks_see_every_step(home: Path, tmp_path: Path) -> None:
+    """Validation before the first step is reported as step 0, then each step once, with the field's metric names."""
+    seen: list[tuple[int, Mapping[str, float]]] = []
+    overrides = ("trainer.val_before_train=true", f"data.val_files={home / 'val.parquet'}")
+    run_training(
+        configured(home, tmp_path, *overrides), on_step=lambda step, metrics: seen.append((step, dict(metrics)))
+    )
+    assert [step for step, _ in seen] == [0, 1, 2]
+    assert "val-core/ostinato/quickstart/acc/mean@1" in seen[0][1]
+    expected = {
+        "critic/score/mean",
+        "actor/pg_loss",
+        "response_length/mean",
+        "num_turns/mean",
+        "timing_s/gen",
+        "perf/throughput",
+    }
+    assert expected <= seen[1][1].keys()
