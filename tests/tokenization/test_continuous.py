@@ -327,3 +327,50 @@ def test_canonical_turns_give_the_full_rendering(first, answers):
         tokens.merge_context_messages(ledger, messages, [tool(text)])
         messages.append(tool(text))
     assert ledger.token_ids == tokenizer.encode_chat(messages)
+
+
+NEWEST_FIRST = (
+    "{% for m in messages | reverse %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+)
+SYSTEM_FIRST = (
+    "{% for m in messages if m.role == 'system' %}{{ m.content + '\\n' }}{% endfor %}"
+    "{% for m in messages if m.role != 'system' %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+)
+OPENS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "new"),
+    [
+        (NEWEST_FIRST, [user("k")]),
+        (NEWEST_FIRST, [tool("r")]),
+        (NEWEST_FIRST, [tool("r"), user("k")]),
+        (SYSTEM_FIRST, [{"role": "system", "content": "late"}]),
+        (SYSTEM_FIRST, [{"role": "system", "content": "late"}, user("k")]),
+        (SYSTEM_FIRST, [tool("r"), {"role": "system", "content": "late"}]),
+    ],
+)
+def test_messages_that_are_written_before_the_assistants_turn_open_a_new_segment(template, new):
+    """Where the template puts what is new in front of what was said, nothing is appended and nothing is lost: the error
+    says to begin anew."""
+    tokens = ContinuousTokens(ChatTokenizer(tiny_tokenizer(), template + OPENS))
+    messages = [user("q")]
+    ledger = tokens.build_initial_tokens(messages)
+    sample(tokens, ledger, "x")
+    before = ledger.token_ids
+    with pytest.raises(HistoryRewrittenError, match="begin a new segment"):
+        tokens.merge_context_messages(ledger, [*messages, said("x")], new)
+    assert ledger.token_ids == before
+
+
+def test_a_late_system_message_is_appended_where_the_template_appends_it(tiny):
+    """A message of another role than user and tool extends the ledger to the full rendering, in a template that moves
+    system messages as well as long as there is none."""
+    for tokenizer, role in ((tiny, "system"), (ChatTokenizer(tiny_tokenizer(), SYSTEM_FIRST + OPENS), "developer")):
+        tokens = ContinuousTokens(tokenizer)
+        new = [{"role": role, "content": "late"}, user("k")]
+        ledger = tokens.build_initial_tokens([user("q")])
+        sample(tokens, ledger, "x")
+        tokens.merge_context_messages(ledger, [user("q"), said("x")], new)
+        assert ledger.token_ids == tokenizer.encode_chat([user("q"), said("x"), *new])

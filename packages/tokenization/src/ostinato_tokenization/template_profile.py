@@ -26,6 +26,7 @@ _logger = logging.getLogger(__name__)
 
 _SECOND_ID = "call00002"
 _SYSTEM = {"role": "system", "content": "s"}
+_USUAL_ROLES = frozenset(("user", "tool"))
 _PLAIN_TURN = {"role": "assistant", "content": SENTINEL}
 _HISTORIES: tuple[tuple[Mapping[str, Any], ...], ...] = (
     (_SYSTEM, USER, calling_message("", "a"), tool_message("r"), {"role": "assistant", "content": "x"}, USER),
@@ -47,6 +48,8 @@ class Splice(IntEnum):
     """A user message, the real assistant turn, the tool schemas."""
     HISTORY = 3
     """Everything."""
+    PREFIX = 4
+    """Everything, with and without the new messages: for templates that do not write those behind the assistant's turn."""
 
 
 class TemplateProfile:
@@ -55,7 +58,7 @@ class TemplateProfile:
     def __init__(self, tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any] | None) -> None:
         self._tokenizer = tokenizer
         self._kwargs = dict(template_kwargs or {})
-        self._splices: dict[bool, Splice] = {}
+        self._splices: dict[tuple[bool, frozenset[str]], Splice] = {}
         self._opener_ids = frozenset(
             token_id
             for text in tokenizer.boundaries.openers
@@ -106,9 +109,8 @@ class TemplateProfile:
         started_at: float | None,
     ) -> str:
         refusal: Exception | None = None
-        for splice in Splice:
-            if splice < self.splice_for(new[0]["role"] == "tool"):
-                continue
+        cheapest = self.splice_for(new[0]["role"] == "tool", frozenset(message["role"] for message in new))
+        for splice in range(cheapest, Splice.PREFIX):
             if splice <= Splice.SYNTHETIC_WITH_TOOLS:
                 history, turn = [USER], _PLAIN_TURN
             else:
@@ -174,35 +176,31 @@ class TemplateProfile:
         ends = [at for at, text in self._tokenizer.find_control(before) if text in self._tokenizer.boundaries.ends]
         return whole[ends[-1] :] if ends else whole[len(before) :]
 
-    def splice_for(self, tool: bool) -> Splice:
-        """The cheapest rendering that continues a conversation with tool results, or with other messages."""
-        splice = self._splices.get(tool)
+    def splice_for(self, tool: bool, roles: frozenset[str] = frozenset()) -> Splice:
+        """The cheapest rendering that continues a conversation.
+
+        Args:
+            tool: Whether tool results come first.
+            roles: Roles of the new messages; those other than user and tool are probed too.
+        """
+        key = tool, roles - _USUAL_ROLES
+        splice = self._splices.get(key)
         if splice is None:
-            splice = self._splices[tool] = self._probe_splice(tool)
+            splice = self._splices[key] = self._probe_splice(*key)
             _logger.debug("template %s: %s", self._tokenizer.template_hash, splice.name)
         return splice
 
-    def _probe_splice(self, tool: bool) -> Splice:
+    def _probe_splice(self, tool: bool, others: frozenset[str]) -> Splice:
         """The cheapest rendering whose result equals that of a long history, with and without tool schemas."""
-        next_user = {"role": "user", "content": NEXT_SENTINEL}
-        cases: list[tuple[Message, list[Message]]] = [(_PLAIN_TURN, [next_user])]
-        if tool:
-            cases = [
-                (calling_message("", "a"), [tool_message(NEXT_SENTINEL)]),
-                (calling_message("x", "a"), [tool_message(NEXT_SENTINEL)]),
-                (
-                    calling_message("", "a", CALL_ID, _SECOND_ID),
-                    [tool_message(NEXT_SENTINEL), tool_message("r2", _SECOND_ID)],
-                ),
-                (calling_message("", "a"), [tool_message(NEXT_SENTINEL), next_user]),
-            ]
         usable = set(Splice)
-        for turn, new in cases:
+        for turn, new in _probe_cases(tool, others):
             for tools in (None, [dict(PROBE_TOOL)]):
                 reference = self._long_reference(turn, new, tools)
                 if reference is None:
                     continue
-                for splice in sorted(usable - {Splice.HISTORY}):
+                if NEXT_SENTINEL not in reference:
+                    return Splice.PREFIX
+                for splice in sorted(usable - {Splice.HISTORY, Splice.PREFIX}):
                     probe_turn = turn if splice == Splice.REAL_TURN else _PLAIN_TURN
                     schemas = None if splice == Splice.SYNTHETIC else tools
                     if self._try_after_turn([USER], probe_turn, new, schemas) != reference:
@@ -305,6 +303,27 @@ class TemplateProfile:
             text = ""
         between = text.partition(NEXT_SENTINEL)[2].partition(SENTINEL)
         return between[0] if between[1] and between[0].strip() else "\n</think>\n\n"
+
+
+def _probe_cases(tool: bool, others: frozenset[str]) -> list[tuple[Message, list[Message]]]:
+    """Assistant turns and what follows them, a sentinel in the message whose place is asked for."""
+    next_user = {"role": "user", "content": NEXT_SENTINEL}
+    cases: list[tuple[Message, list[Message]]] = [(_PLAIN_TURN, [next_user])]
+    if tool:
+        cases = [
+            (calling_message("", "a"), [tool_message(NEXT_SENTINEL)]),
+            (calling_message("x", "a"), [tool_message(NEXT_SENTINEL)]),
+            (
+                calling_message("", "a", CALL_ID, _SECOND_ID),
+                [tool_message(NEXT_SENTINEL), tool_message("r2", _SECOND_ID)],
+            ),
+            (calling_message("", "a"), [tool_message(NEXT_SENTINEL), next_user]),
+        ]
+    turn, first = (calling_message("x", "a"), [tool_message("r")]) if tool else (_PLAIN_TURN, [])
+    for role in sorted(others):
+        other = {"role": role, "content": NEXT_SENTINEL}
+        cases += [(turn, [*first, other]), (turn, [*first, other, USER])]
+    return cases
 
 
 def _marked(turn: Message) -> list[Message]:
