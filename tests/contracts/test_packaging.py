@@ -12,6 +12,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 REPO = Path(__file__).resolve().parents[2]
 PACKAGES = ("tokenization", "tools", "engines", "rollout", "agent_loop", "trainer")
@@ -84,6 +85,22 @@ def test_the_root_depends_on_every_member_and_re_exports_the_engines_extras() ->
 def test_a_package_carries_the_licence(package: str) -> None:
     """A distribution that is passed on alone has the licence's text with it."""
     assert (REPO / "packages" / package / "LICENSE").read_bytes() == (REPO / "LICENSE").read_bytes()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_bounds_admit_the_siblings_of_this_workspace(package: str) -> None:
+    """What is developed together can be installed together: uv does not hold workspace members to the bounds, pip does."""
+    versions = {
+        name_of(other): table(REPO / f"packages/{other}/pyproject.toml")["project"]["version"] for other in PACKAGES
+    }
+    project = table(REPO / "packages" / package / "pyproject.toml")["project"]
+    optional = [line for lines in project.get("optional-dependencies", {}).values() for line in lines]
+    for requirement in map(Requirement, [*project["dependencies"], *optional]):
+        if requirement.name in versions:
+            assert requirement.specifier.contains(versions[requirement.name])
+            # Before 1.0 a minor version may break: the next one is never admitted unseen.
+            major, minor, *_ = map(int, versions[requirement.name].split("."))
+            assert not requirement.specifier.contains(f"{major}.{minor + 1}.0")
 
 
 @needs_uv
@@ -262,13 +279,14 @@ def test_one_package_is_released_without_the_others(wheels: Path, tmp_path: Path
 
     refused = uv(*install, "ostinato-rollout", "ostinato-tokenization==0.2.0", cwd=tmp_path)
     assert refused.returncode != 0
-    assert re.search(r"ostinato-rollout\S* depends on\s+ostinato-tokenization>=0\.1,<0\.2", refused.stderr)
+    reason = " ".join(refused.stderr.split())
+    assert re.search(r"ostinato-rollout\S* depends? on ostinato-tokenization\S*<0\.2", reason), reason
 
 
 @needs_uv
 @pytest.mark.slow
 def test_a_release_changes_one_line_of_the_lock(tmp_path: Path) -> None:
-    """In the workspace a patch release touches its own entry only, and a minor one is refused until siblings allow it."""
+    """Releasing a patch of one package touches its own entry of the lock and no other."""
     workspace = copy_workspace(tmp_path / "clone")
     before = (workspace / "uv.lock").read_text().splitlines()
     set_version(workspace, "tokenization", "0.1.1")
@@ -278,7 +296,3 @@ def test_a_release_changes_one_line_of_the_lock(tmp_path: Path) -> None:
     assert [(old, new) for old, new in zip(before, after, strict=True) if old != new] == [
         ('version = "0.1.0"', 'version = "0.1.1"')
     ]
-    set_version(workspace, "tokenization", "0.2.0")
-    refused = uv("lock", cwd=workspace)
-    assert refused.returncode != 0
-    assert "ostinato-tokenization" in refused.stderr
