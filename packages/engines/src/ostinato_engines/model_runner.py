@@ -35,10 +35,11 @@ def load_model(model: "str | Path | PreTrainedModel", *, device: str, dtype: str
         source = str(model)
         try:
             loaded = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except Exception as error:  # transformers, huggingface_hub and safetensors each raise their own
+            reason = " ".join(str(error).split())
             raise EngineLoadError(
                 f"model must be a causal language model in the Hugging Face format, got {source!r} "
-                f"({type(error).__name__}: {error}); check the path and its config.json"
+                f"({type(error).__name__}: {reason[:300]}); check the path, its config.json and its weights"
             ) from error
     torch.nn.Module.to(loaded, device=device, dtype=DTYPES[dtype])
     return loaded.eval().requires_grad_(False)

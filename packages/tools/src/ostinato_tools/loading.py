@@ -129,7 +129,7 @@ def _import_name(dotted: str, place: str) -> Any:
         raise ToolImportError(f"class_name of {place} must be a dotted path, got {dotted!r}; {cure}")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs foreign code
+    except (Exception, SystemExit) as error:  # importing runs foreign code
         raise ToolImportError(
             f"class_name of {place} must be importable, got {dotted!r} ({type(error).__name__}: {error}); {cure}"
         ) from error
@@ -165,7 +165,7 @@ def _execute(path: Path) -> ModuleType:
     except ToolError:
         del sys.modules[name]
         raise
-    except Exception as error:  # the user's file: whatever it raises, there are no tools in it
+    except (Exception, SystemExit) as error:  # the user's file: whatever it raises, there are no tools in it
         del sys.modules[name]
         raise ToolImportError(
             f"{path} must run as Python, got {type(error).__name__}: {error}; see what `python {path}` says"

@@ -6,7 +6,6 @@ whatever was started is shut down, however the run ends.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -29,11 +28,14 @@ from ostinato_trainer.config_checks import check_runnable
 from ostinato_trainer.config_loading import to_yaml
 from ostinato_trainer.dataset import PromptDataset, create_dataset
 from ostinato_trainer.errors import ConfigError
+from ostinato_trainer.interrupts import run_interruptibly
 from ostinato_trainer.local_backend import LocalBackend, LocalBackendOptions
 from ostinato_trainer.loggers import Loggers
+from ostinato_trainer.model_files import check_model_folder, load_tokenizer
 from ostinato_trainer.ppo_trainer import PPOTrainer, TrainerCallback, TrainerParts
 from ostinato_trainer.prompt_loader import PromptLoader
 from ostinato_trainer.rewards import RewardManager
+from ostinato_trainer.row_names import check_row_names
 
 
 class _StepFunction:
@@ -56,20 +58,26 @@ def run_training(config: Config, *, on_step: Callable[[int, Mapping[str, float]]
     Raises:
         TrainerError, or the root error of another package: something is wrong with configuration, files, model, agents or tools.
             Checkpoints written before are intact.
+        KeyboardInterrupt: Ctrl-C; everything is shut down.
     """
     check_runnable(config)
-    asyncio.run(_run(config, [_StepFunction(on_step)] if on_step else []))
+    check_model_folder(str(config.actor_rollout_ref.model.path))
+    run_interruptibly(_run(config, [_StepFunction(on_step)] if on_step else []))
 
 
 async def _run(config: Config, callbacks: Sequence[TrainerCallback]) -> None:
     seed_all(config.trainer.seed)
     model = config.actor_rollout_ref.model
-    tokenizer = ChatTokenizer.from_pretrained(str(model.path), chat_template=chat_template_text(model))
+    tokenizer = load_tokenizer(model)
     tools = build_tools(config)
     rewards = RewardManager(config.reward, tokenizer)
     pool = ServerPool([build_server(config)])
     manager = build_manager(config, tokenizer, pool, tools, rewards)
     train_rows, val_rows = build_datasets(config, tokenizer, tools)
+    for rows in (train_rows, val_rows):
+        check_row_names(
+            rows, default_agent=config.actor_rollout_ref.rollout.agent.default_agent_loop, registry=tools.registry
+        )
     rewards.check_data_sources(_distinct("data_sources", train_rows, val_rows))
     manager.check_agents(name for name in _distinct("agent_names", train_rows, val_rows) if name is not None)
     loader = PromptLoader(

@@ -193,7 +193,7 @@ def load_causal_lm(path: str | Path, *, dtype: torch.dtype, device: torch.device
     except (
         Exception
     ) as error:  # transformers, huggingface_hub and safetensors each raise their own: here they become one message
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise BackendError(
             f"model path must hold a causal language model, got {str(path)!r}: {reason}; "
             "check actor_rollout_ref.model.path"

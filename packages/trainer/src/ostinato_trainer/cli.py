@@ -6,12 +6,13 @@ Heavy imports happen inside the commands, so that `ostinato config` and `--help`
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+
+from ostinato_trainer.error_reporting import run_reporting_errors
 
 app = typer.Typer(
     name="ostinato",
@@ -45,12 +46,14 @@ def train(
     ],
 ) -> None:
     """Train by a configuration: `ostinato train recipes/gsm8k_tool_cpu.yaml actor_rollout_ref.model.path=PATH`."""
-    from ostinato_trainer.assembly import run_training
     from ostinato_trainer.config_loading import load_config
 
     files = [Path(argument) for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
-    run_training(load_config(files, overrides))
+    config = load_config(files, overrides)
+    from ostinato_trainer.assembly import run_training  # after the configuration: a wrong key is told at once
+
+    run_training(config)
 
 
 @app.command()
@@ -136,41 +139,6 @@ def main() -> None:
     """Run the command line; the one boundary at which expected errors become messages."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' own bars would cut through ours
     sys.exit(run_reporting_errors(lambda: app(standalone_mode=False)))
-
-
-def run_reporting_errors(command: Callable[[], object]) -> int:
-    """Run `command` and return its exit status: 0, 1 for an expected error, 2 for wrong usage, 130 for Ctrl-C."""
-    import click
-
-    console = Console(stderr=True)
-    try:
-        command()
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        console.print(
-            "\n[bold]interrupted[/bold]: nothing is left half-written; checkpoints that were reported are complete"
-        )
-        return 130
-    except click.exceptions.Exit as exit_request:
-        return exit_request.exit_code
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except expected_errors() as error:
-        console.print(f"[bold red]error[/bold red]: {_escape(str(error))}", highlight=False, soft_wrap=True)
-        return 1
-    return 0
-
-
-def expected_errors() -> tuple[type[Exception], ...]:
-    """The roots of the six packages' error trees: what they raise on purpose, with a message for the user."""
-    from ostinato_agent_loop import AgentLoopError
-    from ostinato_engines import EngineError
-    from ostinato_rollout import RolloutError
-    from ostinato_tokenization import TokenizationError
-    from ostinato_tools import ToolError
-    from ostinato_trainer.errors import TrainerError
-
-    return (AgentLoopError, EngineError, RolloutError, TokenizationError, ToolError, TrainerError)
 
 
 def _escape(text: str) -> str:

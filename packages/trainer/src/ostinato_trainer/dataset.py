@@ -86,15 +86,18 @@ class RLHFDataset:
         self._files = [open_data_file(name) for name in names]
         self._num_cut = 0
         data_sources: dict[str | None, None] = {}
-        agent_names: dict[str | None, None] = {}
+        self.agent_places: dict[str | None, str] = {}
+        """The different values of agent_name, None for rows without it, and the first row that has it."""
+        self.tool_places: dict[tuple[str | None, str], str] = {}
+        """Pairs of agent_name and a tool that a row names, and the first row that has it."""
         self._places: list[tuple[DataFile, int]] = []
         for file, index, item in self._checked_rows():
             self._places.append((file, index))
             data_sources[item.get("data_source")] = None
-            agent_names[item.get("agent_name")] = None
+            self._note_names(item, file, index)
         self.data_sources = tuple(data_sources)
         """The different values of data_source, None for rows without it."""
-        self.agent_names = tuple(agent_names)
+        self.agent_names = tuple(self.agent_places)
         """The different values of agent_name, None for rows without it."""
         self._fits = bytearray([config.filter_overlong_prompts]) * len(self._places)
         """Rows whose prompt is known to be short enough, so that it is counted once and not in every epoch."""
@@ -161,6 +164,16 @@ class RLHFDataset:
                 self.num_overlong += 1
                 return None
         return item
+
+    def _note_names(self, item: Mapping[str, Any], file: DataFile, index: int) -> None:
+        """Keep the place of the first row that names an agent or a tool."""
+        agent = item.get("agent_name")
+        if agent not in self.agent_places:
+            self.agent_places[agent] = file.place(index)
+        selected = item["extra_info"].get("tool_selection")
+        for tool in (*item["tools_kwargs"], *(selected if isinstance(selected, list) else ())):
+            if (agent, tool) not in self.tool_places:
+                self.tool_places[agent, tool] = file.place(index)
 
     def _bad(self, place: str, problem: str, cause: Exception | None) -> None:
         if not self.config.skip_bad_rows:
