@@ -22,7 +22,7 @@ from ostinato_rollout import ServerPool, SessionBudget
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens
 from ostinato_tools import ToolExecutor, load_tools
 from ostinato_trainer.chat_template import chat_template_text, write_chat_template
-from ostinato_trainer.checkpoint import CheckpointManager
+from ostinato_trainer.checkpoint import CheckpointManager, check_root
 from ostinato_trainer.config import Config
 from ostinato_trainer.config_checks import check_runnable
 from ostinato_trainer.config_loading import to_yaml
@@ -62,6 +62,7 @@ def run_training(config: Config, *, on_step: Callable[[int, Mapping[str, float]]
     """
     check_runnable(config)
     check_model_folder(str(config.actor_rollout_ref.model.path))
+    check_root(Path(config.trainer.local_dir))
     run_interruptibly(_run(config, [_StepFunction(on_step)] if on_step else []))
 
 

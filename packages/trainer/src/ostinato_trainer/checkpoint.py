@@ -201,6 +201,23 @@ class CheckpointManager:
         return CheckpointError(f"checkpoint of step {step} must be written below {self.root}, but: {reason}; {cure}")
 
 
+def check_root(root: Path) -> None:
+    """Find out, before a run has computed anything, that checkpoints could not be written; makes nothing.
+
+    Raises:
+        CheckpointError: `root`, or what it would be made in, is no folder or must not be written to.
+    """
+    folder = root.expanduser().absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    found = "is no folder" if not folder.is_dir() else None if os.access(folder, os.W_OK | os.X_OK) else "is protected"
+    if found is not None:
+        raise CheckpointError(
+            f"trainer.default_local_dir must be a folder that can be written, got {root}, but {folder} {found}; "
+            "choose another"
+        )
+
+
 def check_complete(directory: str | Path) -> int:
     """Checks that a checkpoint holds every file that it was sealed with, in its size; returns its step.
 

@@ -48,8 +48,8 @@ def train(
     """Train by a configuration: `ostinato train recipes/gsm8k_tool_cpu.yaml actor_rollout_ref.model.path=PATH`."""
     from ostinato_trainer.config_loading import load_config
 
-    files = [Path(argument) for argument in arguments if "=" not in argument]
-    overrides = [argument for argument in arguments if "=" in argument]
+    files = [Path(argument) for argument in arguments if "=" not in argument or Path(argument).is_file()]
+    overrides = [argument for argument in arguments if "=" in argument and not Path(argument).is_file()]
     config = load_config(files, overrides)
     from ostinato_trainer.assembly import run_training  # after the configuration: a wrong key is told at once
 
@@ -108,10 +108,12 @@ def config(
 ) -> None:
     """Show every configuration key with its type, default and meaning."""
     from ostinato_trainer.config_docs import config_rows
+    from ostinato_trainer.config_unknown import unknown_key_message
+    from ostinato_trainer.errors import ConfigError
 
     rows = [row for row in config_rows() if row.key.startswith(prefix)]
     if not rows:
-        raise typer.BadParameter(f"no key begins with {prefix!r}; run `ostinato config` without it to see all")
+        raise ConfigError(unknown_key_message(prefix))
     console = Console()
     for row in rows:
         console.print(

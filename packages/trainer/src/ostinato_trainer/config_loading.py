@@ -106,7 +106,9 @@ def _read_file(path: Path) -> _Source:
     try:
         raw = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except FileNotFoundError:
-        raise ConfigError(f"the configuration file must exist, got {path}; check the path") from None
+        raise ConfigError(
+            f"the configuration file must exist, got {path}; check the path, or write KEY=VALUE for an override"
+        ) from None
     except OSError as error:
         reason = error.strerror or str(error) or type(error).__name__
         raise ConfigError(

@@ -85,7 +85,8 @@ def _report_usage(error: Exception) -> int:
     if context is None or not message.strip() or type(error).__name__ == "NoArgsIsHelpError":
         sys.stderr.write(message.rstrip() + "\n")
     else:
-        _say("error", f"{message.rstrip('.')}; `{context.command_path} --help` shows what there is")
+        cure = "" if ";" in message else f"; `{context.command_path} --help` shows what there is"
+        _say("error", message.rstrip(".") + cure)
     return 2
 
 

@@ -5,6 +5,8 @@ Metrics are for people: a logger that fails is reported once and dropped, and th
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import math
 import os
@@ -87,13 +89,19 @@ class JsonlLogger:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not resume and self.path.exists() and self.path.stat().st_size:
             os.replace(self.path, _free_name(self.path))
-        self._file = self.path.open("ab")
+        self._file = self.path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the line of a step."""
         line = {"step": step, **{key: _json_number(value) for key, value in metrics.items()}}
-        self._file.write(msgspec.json.encode(line) + b"\n")
-        self._file.flush()
+        text = msgspec.json.encode(line) + b"\n"
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(text) != len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        except BaseException:
+            self._file.truncate(size)  # a file of whole lines, whatever ended this one
+            raise
 
     def close(self) -> None:
         """Close the file."""
@@ -139,6 +147,8 @@ class Loggers:
             except Exception:
                 logger.exception("the logger %s failed at step %d and gets no further metrics", each.name, step)
                 self._loggers.remove(each)
+                with contextlib.suppress(Exception):  # said already
+                    each.close()
 
     def close(self) -> None:
         """Close every logger that still works."""

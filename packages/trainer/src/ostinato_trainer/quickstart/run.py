@@ -66,7 +66,7 @@ def run_quickstart(
         occupied = any(output.iterdir())
     except OSError as error:
         raise CheckpointError(
-            f"the output folder {output} must be a folder that can be written; {error.strerror}"
+            f"the output folder must be one that can be written, got {output} ({error.strerror}); choose another --output"
         ) from error
     if occupied:
         raise CheckpointError(
