@@ -104,6 +104,14 @@ async def test_the_checkpoints_generation_config_is_ignored(serve, make_model, f
     assert len(out.token_ids) == 40
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
+async def test_nothing_is_used_that_transformers_will_remove(serve, make_model, kind):
+    """Computing a turn makes transformers announce no removal, whichever of its versions is installed."""
+    server = await serve(make_model(kind))
+    assert len((await server.generate(PROMPT, GREEDY, "a")).token_ids) == 12
+
+
 async def test_a_later_turn_computes_only_its_new_tokens(serve, make_model):
     """The second turn feeds the model the tokens after the first turn's computed ones, and nothing else."""
     model = make_model()

@@ -4,6 +4,7 @@ Guarantees at start that a chunked forward through our cache gives the logits of
 that cannot hold are refused by name. Knows no requests and no sampling parameters beyond their arrays.
 """
 
+import inspect
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +107,9 @@ class ModelRunner:
             model.set_attn_implementation(attention.NAME)
         self._bool_mask = getattr(model.config, "_attn_implementation", None) == attention.NAME
         self.cache = SlotCache(int(model.config.get_text_config().num_hidden_layers))
+        # transformers 5.24 renamed the argument and will drop the old name in 5.40.
+        renamed = "cache" in inspect.signature(model.forward).parameters
+        self._cache_argument = {("cache" if renamed else "past_key_values"): self.cache}
         self._last: Tensor | None = None
         output_embeddings = model.get_output_embeddings()
         assert output_embeddings is not None
@@ -176,8 +180,8 @@ class ModelRunner:
                 input_ids=torch.from_numpy(token_ids).to(device),
                 position_ids=torch.from_numpy(positions).to(device),
                 attention_mask=None if fresh else self._mask(columns_on_device, length),
-                past_key_values=self.cache,
                 use_cache=True,
+                **self._cache_argument,
             )
         finally:
             self._last = None
