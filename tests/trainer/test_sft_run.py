@@ -1,6 +1,7 @@
 """`ostinato sft`: from a file of conversations to a model folder that talks as they do."""
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import pyarrow as pa
@@ -41,8 +42,14 @@ def jsonl(path: Path, rows: list[dict]) -> str:
 
 
 def run(model: Path, data: str, output: Path, **changes: object) -> None:
-    options = {"settings": SETTINGS, "max_length": 100, "chat_template": None, "seed": 0}
-    run_sft(model, data, output, console=Console(quiet=True), **{**options, **changes})  # pyright: ignore[reportArgumentType]
+    options = {
+        "settings": SETTINGS,
+        "max_length": 100,
+        "chat_template": None,
+        "seed": 0,
+        "console": Console(quiet=True),
+    }
+    run_sft(model, data, output, **{**options, **changes})  # pyright: ignore[reportArgumentType]
 
 
 def test_the_command_writes_a_model_that_learned(model: Path, tmp_path: Path) -> None:
@@ -62,6 +69,17 @@ def test_the_command_writes_a_model_that_learned(model: Path, tmp_path: Path) ->
     assert losses[1] < losses[0] - 0.5
     assert AutoTokenizer.from_pretrained(out).chat_template == AutoTokenizer.from_pretrained(model).chat_template
     assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_a_log_without_a_terminal_shows_progress(model: Path, tmp_path: Path) -> None:
+    """Where no bar can move, about every tenth of the steps is a line with its loss."""
+    log, data = StringIO(), jsonl(tmp_path / "data.jsonl", [conversation("yes")])
+    settings = SftSettings(steps=20, batch_size=1, lr=1e-2, device="cpu")
+    run(model, data, tmp_path / "out", settings=settings, console=Console(file=log, width=200))
+    lines = [line for line in log.getvalue().splitlines() if line.startswith("step ")]
+    assert [line.partition("  loss ")[0] for line in lines] == [f"step {step} of 20" for step in range(2, 21, 2)]
+    losses = [float(line.partition("  loss ")[2]) for line in lines]
+    assert losses[-1] < losses[0]
 
 
 def test_the_model_carries_the_template_that_it_was_trained_with(model: Path, tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ def run_sft(
         bar = progress.add_task("supervised", total=settings.steps, note="")
         for step in train_sft(model_path, unfinished, conversations, settings, seed=seed):
             progress.update(bar, completed=step.step, note=f"loss {step.loss:.3f}")
+            if not console.is_terminal and (step.step * 10 // settings.steps > (step.step - 1) * 10 // settings.steps):
+                console.print(f"step {step.step} of {settings.steps}  loss {step.loss:.3f}", highlight=False)
         if template is not None:
             write_chat_template(unfinished, template)
     console.print(f"the model is in {escape(str(output))}", highlight=False, soft_wrap=True)
