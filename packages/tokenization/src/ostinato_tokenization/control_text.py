@@ -74,6 +74,8 @@ class ControlText:
         self._last = "".join(sorted({text[-1] for text in ordered}))
         self._reach = max((len(text) - 1 for text in ordered), default=0)
         self._normalize = normalize
+        ends = "".join(map(re.escape, sorted({*self._first, *self._last})))
+        self._suspicious = re.compile(f"[{ends}\U000f0000-\U0010ffff]")
         self._escaped = any('"' in text or "\\" in text or not text.isprintable() for text in ordered)
 
     def occurs_in(self, text: str) -> bool:
@@ -84,7 +86,7 @@ class ControlText:
 
     def mask(self, text: str, table: MaskTable) -> str:
         """`text` with every control string, and every private-use character, hidden."""
-        if not text:
+        if not text or (self._normalize is None and self._suspicious.search(text) is None):
             return text
         masked = text
         if not text.isascii() and _PRIVATE_USE.search(text):
