@@ -107,7 +107,7 @@ class ModelRunner:
             model.set_attn_implementation(attention.NAME)
         self._bool_mask = getattr(model.config, "_attn_implementation", None) == attention.NAME
         self.cache = SlotCache(int(model.config.get_text_config().num_hidden_layers))
-        # transformers 5.24 renamed the argument and will drop the old name in 5.40.
+        # Newer transformers (5.24 does) call the argument `cache` and announce that 5.40 will not know the old name.
         renamed = "cache" in inspect.signature(model.forward).parameters
         self._cache_argument = {("cache" if renamed else "past_key_values"): self.cache}
         self._last: Tensor | None = None
