@@ -25,6 +25,6 @@ def test_every_leaf_survives_pickling(leaf: type[Exception]) -> None:
 
 @pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: leaf.__name__)
 def test_every_leaf_is_a_standard_error(leaf: type[Exception]) -> None:
-    """Whoever catches ValueError, OSError, RuntimeError or LookupError catches the trainer's errors of that sort."""
+    """Whoever catches ValueError, OSError, RuntimeError, LookupError or ImportError catches the trainer's errors of that sort."""
     assert issubclass(leaf, errors.TrainerError)
-    assert issubclass(leaf, ValueError | OSError | RuntimeError | LookupError)
+    assert issubclass(leaf, ValueError | OSError | RuntimeError | LookupError | ImportError)

@@ -43,5 +43,9 @@ class LoggerError(TrainerError, RuntimeError):
     """A metrics logger could not be made, for example because its extra is not installed."""
 
 
+class MissingExtraError(TrainerError, ImportError):
+    """What was asked for needs an extra of this package that is not installed; the message says how to install it."""
+
+
 class TrainingInterrupted(TrainerError, RuntimeError):
     """Training stopped before its last step for a reason that the message states."""

@@ -1,15 +1,19 @@
-"""What the quickstart shows at its end: a line per step, the curve, the checkpoint, and what to do next."""
+"""What the quickstart shows at its end: a line per step, the curve, the checkpoint, and what to do next.
+
+What draws the curve comes with the extra quickstart; it is imported where it is used, and asked for before a run begins.
+"""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
-import plotille
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ostinato_trainer.checkpoint import CheckpointManager
+from ostinato_trainer.errors import MissingExtraError
 
 COLUMNS = {
     "reward": ("critic/score/mean", "{:.3f}"),
@@ -20,6 +24,19 @@ COLUMNS = {
     "seconds": ("timing_s/step", "{:.2f}"),
 }
 ACCURACY = "val-core/ostinato/quickstart/acc/mean@1"
+
+
+def require_drawing() -> None:
+    """Make sure that the curve can be drawn.
+
+    Raises:
+        MissingExtraError: The extra quickstart is not installed.
+    """
+    missing = [name for name in ("matplotlib", "plotille") if find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(
+            f"{' and '.join(missing)} must be installed to draw the curve; run: pip install 'ostinato-trainer[quickstart]'"
+        )
 
 
 def read_metrics(output: Path) -> list[dict]:
@@ -87,6 +104,8 @@ def step_table(steps: list[dict]) -> Table:
 
 def terminal_curve(rewards: list[float]) -> str:
     """The reward over steps, drawn with characters."""
+    import plotille
+
     figure = plotille.Figure()
     figure.width, figure.height, figure.with_colors = 56, 14, False
     figure.x_label, figure.y_label = "step", "reward"

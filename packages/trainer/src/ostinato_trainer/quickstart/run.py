@@ -22,7 +22,7 @@ from ostinato_tools import ToolExecutor, load_tools
 from ostinato_trainer.errors import CheckpointError
 from ostinato_trainer.quickstart import files
 from ostinato_trainer.quickstart.dialogues import FAULTY_SHARE, DialogueMaker
-from ostinato_trainer.quickstart.report import print_report
+from ostinato_trainer.quickstart.report import print_report, require_drawing
 from ostinato_trainer.quickstart.task import distinct_problems
 from ostinato_trainer.quickstart.tiny_model import save_model, save_tokenizer
 from ostinato_trainer.sft import SftSettings, train_sft
@@ -59,7 +59,9 @@ def run_quickstart(
 
     Raises:
         CheckpointError: `output` holds something already or cannot be made.
+        MissingExtraError: The extra quickstart is not installed.
     """
+    require_drawing()
     output = output.absolute()
     try:
         output.mkdir(parents=True, exist_ok=True)
