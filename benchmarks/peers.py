@@ -4,10 +4,13 @@ A peer's requirements seldom agree with ours or with another peer's, so none of 
 interpreter and leave a peer out, saying so, where its environment is missing.
 """
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+UV = os.environ.get("UV", "uv")  # `uv run` tells its children which uv it is
 HOME = Path(__file__).resolve().parent.parent / ".venv-peers"
 PEERS = {
     "trl": ("trl==1.16.0",),
@@ -24,34 +27,34 @@ def python_of(peer: str) -> Path | None:
 
 
 def make(peer: str) -> bool:
-    """Make the environment of one peer; false where its packages cannot be installed here."""
+    """Make the environment of one peer; false where its packages cannot be installed or imported here."""
+    environment, constraints = HOME / peer, HOME / "constraints.txt"
+    python = str(environment / "bin/python")
     HOME.mkdir(exist_ok=True)
-    constraints = HOME / "constraints.txt"
     constraints.write_text("\n".join(CONSTRAINTS) + "\n")
-    environment = HOME / peer
-    subprocess.run(
-        ["uv", "venv", "--quiet", "--allow-existing", "--python", sys.executable, str(environment)], check=True
+    steps = (
+        [UV, "venv", "--quiet", "--no-project", "--clear", "--python", sys.executable, str(environment)],
+        [UV, "pip", "install", "--quiet", "--python", python, "--constraints", str(constraints), *PEERS[peer]],
+        [python, "-c", f"import {peer}"],
     )
-    command = [
-        "uv",
-        "pip",
-        "install",
-        "--quiet",
-        "--python",
-        str(environment / "bin/python"),
-        "--constraints",
-        str(constraints),
-    ]
-    return subprocess.run([*command, *PEERS[peer]], check=False).returncode == 0
+    made = all(subprocess.run(step, check=False).returncode == 0 for step in steps)
+    if not made:
+        shutil.rmtree(environment, ignore_errors=True)
+    return made
 
 
-def main() -> None:
+def main() -> int:
     """Make all environments, or those named."""
+    unknown = sorted(set(sys.argv[1:]) - set(PEERS))
+    if unknown:
+        print(f"peers must be of {', '.join(PEERS)}, got {', '.join(unknown)}", file=sys.stderr)
+        return 2
     for peer in sys.argv[1:] or PEERS:
         print(
             f"{peer}: {'ready' if make(peer) else 'cannot be installed here; benchmarks will leave it out'}", flush=True
         )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
