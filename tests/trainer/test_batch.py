@@ -77,6 +77,14 @@ def test_columns_of_one_segment():
     assert batch.response_lengths.tolist() == [3]
 
 
+def test_a_turn_without_log_probabilities_is_absent_not_wrong():
+    """A trajectory of which one turn came from an engine that reports none is trained on like the others."""
+    batch = Batch.from_segments([segment(response_logprobs=[-1.0, 0.0, float("nan")])])
+    assert batch.rollout_log_probs[2] == -1.0
+    assert batch.rollout_log_probs[4].isnan()
+    assert batch.loss_mask[4]
+
+
 def test_arrays_are_accepted():
     """Ids may be `array('i')`, as a ledger keeps them."""
     batch = Batch.from_segments(
@@ -119,8 +127,8 @@ def test_positions_are_filled_in_where_some_are_given():
         ({"response_mask": [1.0, 0.0, 1.0]}, "response_mask must be a flat sequence of integers"),
         ({"response_logprobs": [-1.0]}, "response_logprobs must have 3 entries, got 1"),
         (
-            {"response_logprobs": [-1.0, 0.0, float("nan")]},
-            r"response_logprobs\[2\] must be finite where the mask is 1",
+            {"response_logprobs": [-1.0, 0.0, float("-inf")]},
+            r"response_logprobs\[2\] must be finite, or NaN for none, where the mask is 1, got -inf",
         ),
         ({"response_logprobs": [None, 0.0, "x"]}, "response_logprobs must hold numbers only"),
         ({"prompt_ids": [1, -3]}, "token ids must be at least 0, got -3"),

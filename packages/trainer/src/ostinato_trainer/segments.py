@@ -30,7 +30,7 @@ class Segment:
     response_mask: Sequence[int]
     """1 where the policy sampled the token, 0 elsewhere; as long as `response_ids`."""
     response_logprobs: Sequence[float] | None
-    """As long as `response_ids`; read where the mask is 1. None where the engine reported none."""
+    """As long as `response_ids`; read where the mask is 1. NaN where the engine reported none, None if it never did."""
     group_id: str
     """Trajectories of one prompt share it."""
     trajectory_id: str
@@ -106,10 +106,14 @@ def _log_probs(segment: Segment, full_mask: np.ndarray) -> np.ndarray:
     num_prompt = len(segment.prompt_ids)
     _check_length(segment, "response_logprobs", len(given), len(full_mask) - num_prompt)
     sampled = full_mask[num_prompt:]
-    bad = ~np.isfinite(given) & sampled
+    bad = np.isinf(given) & sampled
     if bad.any():
         place = int(bad.argmax())
-        raise _error(segment, f"response_logprobs[{place}] must be finite where the mask is 1", float(given[place]))
+        raise _error(
+            segment,
+            f"response_logprobs[{place}] must be finite, or NaN for none, where the mask is 1",
+            float(given[place]),
+        )
     column[num_prompt:][sampled] = given[sampled]
     return column
 
