@@ -71,7 +71,8 @@ class TransformersServer(AsyncServerBase):
         max_model_len: Prompt and output together; by default what the model has positions for.
         max_num_seqs: Conversations that keep state at a time; the longest idle one gives way.
         prefill_chunk_tokens: Prompt tokens per step, padding included.
-        full_determinism: The same program gives bitwise the same tokens on the same machine.
+        full_determinism: The same program gives bitwise the same tokens on the same machine, as long as it awaits nothing
+            between turns that takes time of its own (a thread, a socket): that decides which requests share a batch.
         seed: Of the generator behind requests that bring no seed.
         cast_weights: Accepts weight updates in another floating-point type, rounded to `dtype`.
         chat_codec: Renders and parses for `chat_completion`.
