@@ -3,31 +3,34 @@
 The conversation is a `ChatSession` over the embedded engine, exactly what an agent loop uses; this module only reads and prints lines.
 """
 
-import asyncio
 import sys
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from ostinato_engines import SamplingParams
 from ostinato_engines.transformers_server import TransformersServer
-from ostinato_rollout import ChatSession, LLMServerClient, SessionBudget, SessionConfig
-from ostinato_tokenization import ChatTokenizer, ContinuousTokens
+from ostinato_rollout import BudgetExceededError, ChatSession, LLMServerClient, SessionBudget, SessionConfig
+from ostinato_tokenization import ChatTokenizer, ContinuousTokens, TokenizationError
 from ostinato_tools import ToolExecutor, TrajectoryTools, get_parser, load_tools
 from ostinato_trainer.config import Config
 from ostinato_trainer.config_loading import load_config
 from ostinato_trainer.errors import CheckpointError
+from ostinato_trainer.interrupts import run_interruptibly
 
 MAX_TOOL_TURNS = 8
+MAX_TURN_TOKENS = 1024
+"""Of one turn of a model that comes without its run's configuration."""
 
 
 def run_chat(path: Path, *, function_tool_path: Path | None, temperature: float, console: Console) -> None:
     """Open the model at `path` and answer lines until the input ends.
 
     Raises:
-        CheckpointError: `path` is neither a checkpoint of a run nor a model folder.
+        CheckpointError: `path` is neither a checkpoint of a run nor a model folder, or its tokenizer cannot chat.
+        KeyboardInterrupt: Ctrl-C.
     """
     model_path, config = find_model(path)
     if function_tool_path is not None:
@@ -39,7 +42,9 @@ def run_chat(path: Path, *, function_tool_path: Path | None, temperature: float,
         config_path, tools_path = None, None
     executor = ToolExecutor(load_tools(config_path, tools_path))
     tool_format = config.actor_rollout_ref.rollout.multi_turn.format if config else "hermes"
-    asyncio.run(_converse(model_path, executor, tool_format, temperature, console))
+    max_tokens = config.data.max_response_length if config else MAX_TURN_TOKENS
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+    run_interruptibly(_converse(model_path, executor, tool_format, params, console))
 
 
 def find_model(path: Path) -> tuple[Path, Config | None]:
@@ -56,13 +61,18 @@ def find_model(path: Path) -> tuple[Path, Config | None]:
 
 
 async def _converse(
-    model_path: Path, executor: ToolExecutor, tool_format: str, temperature: float, console: Console
+    model_path: Path, executor: ToolExecutor, tool_format: str, params: SamplingParams, console: Console
 ) -> None:
-    tokenizer = ChatTokenizer.from_pretrained(model_path)
+    try:
+        tokenizer = ChatTokenizer.from_pretrained(model_path)
+    except TokenizationError as error:
+        raise CheckpointError(
+            f"{model_path} must hold a tokenizer with a chat template, got: {error}; "
+            "add tokenizer.json and chat_template.jinja to that folder"
+        ) from error
     server = TransformersServer(str(model_path))
     await server.start()
     client = LLMServerClient([server])
-    params = SamplingParams(temperature=temperature)
     budget = SessionBudget(
         max_prompt_tokens=server.max_model_len,
         max_response_tokens=server.max_model_len,
@@ -95,14 +105,19 @@ async def _one_conversation(
 ) -> bool:
     """Answer lines until /new (true) or the end (false)."""
     while True:
-        line = await asyncio.to_thread(_read_line, console)
+        line = _read_line()  # nothing else goes on meanwhile, and Ctrl-C reaches it here
         if line is None or line.strip() == "/quit":
             return False
         if line.strip() == "/new":
             return True
-        if line.strip():
+        if not line.strip():
+            continue
+        try:
             await session.extend([{"role": "user", "content": line}])
             await _answer(session, tools, params, console)
+        except BudgetExceededError:
+            _print(console, "this conversation is as long as the model can read; here begins another", "yellow")
+            return True
 
 
 async def _answer(session: ChatSession, tools: TrajectoryTools, params: SamplingParams, console: Console) -> None:
@@ -111,22 +126,34 @@ async def _answer(session: ChatSession, tools: TrajectoryTools, params: Sampling
         reply = await session.generate(params)
         content = reply.message.get("content")
         if content:
-            console.print(escape(str(content)), highlight=False)
-        for error in reply.errors:
-            console.print(f"[yellow]{escape(error)}[/yellow]", highlight=False)
+            _print(console, str(content))
+        if reply.errors:
+            first, *others = reply.errors
+            _print(console, f"{first} (and {len(others)} more)" if others else first, "yellow")
         if not reply.tool_calls:
             return
         outcomes = await tools.run(reply.tool_calls)
         for outcome in outcomes:
             call = f"{outcome.call.name}({outcome.call.raw_arguments})"
-            console.print(f"[dim]{escape(call)} -> {escape(str(outcome.message['content']))}[/dim]", highlight=False)
+            _print(console, f"{call} -> {outcome.message['content']}", "dim")
         await session.extend([outcome.message for outcome in outcomes])
-    console.print(f"[yellow]stopped after {MAX_TOOL_TURNS} turns of tool calls[/yellow]")
+    _print(console, f"stopped after {MAX_TOOL_TURNS} turns of tool calls", "yellow")
 
 
-def _read_line(console: Console) -> str | None:
-    """The next line of input; None at its end."""
+def _print(console: Console, text: str, style: str = "") -> None:
+    """Text of the model's or a tool's: no markup, and no control characters that a terminal would obey."""
+    shown = "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
+    console.print(Text(shown, style), soft_wrap=True, highlight=False)
+
+
+def _read_line() -> str | None:
+    """The next line of input, with a prompt and editing keys at a terminal; None at its end."""
     if sys.stdin.isatty():
-        console.print("[bold]> [/bold]", end="")
+        with suppress(ImportError):  # not everywhere; it gives input() its editing keys
+            import readline  # noqa: F401
+        try:
+            return input("> ")
+        except EOFError:
+            return None
     line = sys.stdin.readline()
     return line.rstrip("\n") if line else None

@@ -14,10 +14,12 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+from safetensors import SafetensorError
 
 from ostinato_trainer.errors import CheckpointError
 
@@ -199,6 +201,25 @@ class CheckpointManager:
                 f"trainer.default_local_dir; {cure}"
             )
         return CheckpointError(f"checkpoint of step {step} must be written below {self.root}, but: {reason}; {cure}")
+
+
+@contextmanager
+def writing_below(folder: Path) -> Iterator[None]:
+    """Make one message of whatever keeps the block from writing files.
+
+    Raises:
+        CheckpointError: Naming folder, cause and free space.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CheckpointError(
+            f"{folder} must be a folder that can be written, got: {reason} "
+            f"({shutil.disk_usage(folder).free / 2**20:.0f} MiB are free); make room or choose another"
+        ) from error
 
 
 def check_root(root: Path) -> None:

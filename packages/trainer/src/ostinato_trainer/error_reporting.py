@@ -63,6 +63,8 @@ def run_reporting_errors(command: Callable[[], object]) -> int:
         return 1
     status = status if isinstance(status, int) else 0
     if status == INTERRUPTED:
+        if sys.stderr.isatty():
+            sys.stderr.write("\n")  # below the ^C of the terminal
         _say("interrupted", "nothing is left half-written; checkpoints that are there are complete")
     return status
 

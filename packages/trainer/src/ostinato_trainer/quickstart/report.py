@@ -4,6 +4,8 @@ What draws the curve comes with the extra quickstart; it is imported where it is
 """
 
 import json
+import os
+import shlex
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
@@ -73,21 +75,38 @@ def print_report(output: Path, console: Console) -> None:
 
 
 def print_next_steps(output: Path, checkpoint: Path, console: Console) -> None:
-    """Where things are and what to try."""
+    """Where things are and what to try; every command runs as it is printed."""
+    ostinato, folder = _command(), _shown(output)
+    retrain = f"{ostinato} train {folder}/config.yaml trainer.default_local_dir={folder}"
     lines = (
         "",
-        f"curve       {output / 'reward.png'}",
-        f"metrics     {output / 'metrics.jsonl'}",
-        f"checkpoint  {checkpoint}",
+        f"curve       {folder}/reward.png",
+        f"metrics     {folder}/metrics.jsonl",
+        f"checkpoint  {_shown(checkpoint)}",
         "",
-        f"talk to it            ostinato chat {checkpoint}      (try: What is 3 plus 4? Then multiply by 2.)",
-        f"change the reward     edit {output / 'reward.py'}, then ostinato train {output / 'config.yaml'} trainer.default_local_dir=NEW",
-        f"another learning rate ostinato train {output / 'config.yaml'} actor_rollout_ref.actor.optim.lr=1e-3 trainer.default_local_dir=NEW",
-        "all keys              ostinato config",
-        "real questions        ostinato prepare gsm8k --input DIR --output DIR, then ostinato train recipes/gsm8k_tool_cpu.yaml ...",
+        "Talk to it, for example: What is 3 plus 4? Then multiply by 2.",
+        f"  {ostinato} chat {_shown(checkpoint)}",
+        "Train once more from the warm start, with another learning rate:",
+        f"  {retrain}-lr actor_rollout_ref.actor.optim.lr=1e-3",
+        f"Or edit the reward, {folder}/reward.py, and see what is learned then:",
+        f"  {retrain}-reward",
+        "All keys with type, default and meaning:",
+        f"  {ostinato} config",
+        "Real questions instead of made ones: see `Your own run` in the README.",
     )
     for line in lines:
         console.print(escape(line), highlight=False, soft_wrap=True)
+
+
+def _command() -> str:
+    """How this program is called: by its name, or through uv, which tells the programs that it runs where it is."""
+    return "uv run ostinato" if "UV" in os.environ else "ostinato"
+
+
+def _shown(path: Path) -> str:
+    """`path` from the working directory if it is below, quoted for a shell."""
+    here = Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def step_table(steps: list[dict]) -> Table:

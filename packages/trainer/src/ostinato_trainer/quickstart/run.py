@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ostinato_engines.device import HOST, host_threads
 from ostinato_tokenization import ChatTokenizer, encode_training_conversation
 from ostinato_tools import ToolExecutor, load_tools
+from ostinato_trainer.checkpoint import writing_below
 from ostinato_trainer.errors import CheckpointError
 from ostinato_trainer.quickstart import files
 from ostinato_trainer.quickstart.dialogues import FAULTY_SHARE, DialogueMaker
@@ -74,7 +75,8 @@ def run_quickstart(
         raise CheckpointError(
             f"the output folder must be new or empty, but {output} is not; choose another --output or remove it"
         )
-    num_parameters = make_files(output, seed=seed)
+    with writing_below(output):
+        num_parameters = make_files(output, seed=seed)
     console.print(
         f"A Qwen3-shaped model of {num_parameters:,} parameters, its tokenizer and {NUM_TRAIN_ROWS:,} problems are in {output}"
     )
@@ -95,8 +97,9 @@ def make_files(output: Path, *, seed: int) -> int:
     executor = _executor(output)
     dialogues = asyncio.run(DialogueMaker(executor, seed=seed).make(2000))
     save_tokenizer(output / "model", list(_plain_texts(dialogues)))
+    num_parameters = save_model(output / "model", seed=seed)
     OmegaConf.save(_config(output, seed), output / "config.yaml")
-    return save_model(output / "model", seed=seed)
+    return num_parameters
 
 
 def _executor(output: Path) -> ToolExecutor:
@@ -186,10 +189,12 @@ def _warm_start(output: Path, *, seed: int, settings: SftSettings, console: Cons
     schemas = load_tools(None, str(output / "tools.py")).schemas()
     dialogues = asyncio.run(DialogueMaker(executor, seed=seed + 1).make(settings.steps * settings.batch_size))
     conversations = [encode_training_conversation(tokenizer, dialogue, schemas) for dialogue in dialogues]
-    with _progress(console) as progress:
+    unfinished = output / ".warm_start.unfinished"
+    with writing_below(output), _progress(console) as progress:
         bar = progress.add_task("supervised", total=settings.steps, note="")
-        for step in train_sft(output / "model", output / "warm_start", conversations, settings, seed=seed):
+        for step in train_sft(output / "model", unfinished, conversations, settings, seed=seed):
             progress.update(bar, completed=step.step, note=f"loss {step.loss:.3f}")
+        unfinished.rename(output / "warm_start")
 
 
 def _train(output: Path, *, overrides: tuple[str, ...], console: Console) -> None:

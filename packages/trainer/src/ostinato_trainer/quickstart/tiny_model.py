@@ -57,7 +57,7 @@ def save_tokenizer(directory: Path, corpus: list[str]) -> None:
     tokenizer.train_from_iterator(corpus, trainer)
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAG_TOKENS])
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
