@@ -141,6 +141,30 @@ def test_a_row_that_is_no_conversation_is_named(model: Path, tmp_path: Path, row
     assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--steps", 0, "--steps must be at least 1, got 0"),
+        ("--batch-size", -1, "--batch-size must be at least 1, got -1"),
+        ("--lr", -1, "lr must be finite and at least 0, got -1"),
+        ("--max-length", 0, "--max-length must leave a conversation"),
+        ("--model", "no/model", "no/model"),
+        ("--data", "no/data.jsonl", "a data file must exist, got no/data.jsonl"),
+        ("--chat-template", "no/such.jinja", "chat_template must be a readable file, got no/such.jinja"),
+    ],
+)
+def test_a_wrong_option_is_one_message(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: object, message: str
+) -> None:
+    """Each option that cannot be is refused with exit status 1 and a message that names it, and nothing is written."""
+    data = jsonl(tmp_path / "data.jsonl", [conversation("yes")])
+    options = {"--model": model, "--data": data, "--output": tmp_path / "out", option: value}
+    arguments = ["sft", *(str(part) for pair in options.items() for part in pair)]
+    assert run_reporting_errors(lambda: app(arguments, standalone_mode=False)) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
+
+
 def test_an_output_with_something_in_it_is_refused(model: Path, tmp_path: Path) -> None:
     """What is there already is neither mixed with the model nor lost, whether folder or file."""
     data = jsonl(tmp_path / "data.jsonl", [conversation("yes")])

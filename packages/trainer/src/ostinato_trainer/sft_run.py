@@ -28,7 +28,7 @@ from ostinato_tokenization import (
 from ostinato_trainer.chat_template import chat_template_text, write_chat_template
 from ostinato_trainer.config_actor import ModelConfig
 from ostinato_trainer.data_files import open_data_file, parsed_json_text
-from ostinato_trainer.errors import CheckpointError, DatasetError
+from ostinato_trainer.errors import BatchError, CheckpointError, DatasetError
 from ostinato_trainer.sft import SftSettings, train_sft
 
 __all__ = ["read_conversations", "run_sft"]
@@ -59,9 +59,13 @@ def run_sft(
 
     Raises:
         DatasetError: A row is no conversation, or none is short enough.
-        TokenizationError, BackendError: The folder holds no tokenizer or no model.
+        TokenizationError, BackendError: The folder holds no tokenizer or no model, or the learning rate is out of range.
+        BatchError: `steps` or `batch_size` is below 1.
         CheckpointError: `output` is occupied or cannot be written.
     """
+    for name, value in (("--steps", settings.steps), ("--batch-size", settings.batch_size)):
+        if value < 1:
+            raise BatchError(f"{name} must be at least 1, got {value}; raise it")
     template = chat_template_text(ModelConfig(path=str(model_path), chat_template=chat_template))
     tokenizer = ChatTokenizer.from_pretrained(model_path, chat_template=template)
     with _folder_made_whole(output) as unfinished, _progress(console) as progress:
@@ -95,7 +99,7 @@ def read_conversations(
         data: A data file; `messages`, and `tools` where a row has them, may be JSON text.
         tokenizer: Of the model that is to learn them.
         max_length: Tokens; longer ones are not chosen.
-        number: How many are wanted; no more rows are read than that takes.
+        number: How many are wanted, at least 1; no more rows are read than that takes.
         seed: Of the choice.
 
     Returns:
