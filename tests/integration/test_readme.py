@@ -1,0 +1,61 @@
+"""The root README: its example runs as an agent, its YAML form is what a run reads, and its commands exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ostinato_agent_loop import AgentConfig, AgentLoopManager, RolloutConfig
+from ostinato_engines.testing import ScriptedServer
+from ostinato_rollout import ServerPool, SessionBudget
+from ostinato_tokenization import ContinuousTokens
+from ostinato_tokenization.testing import tiny_chat_tokenizer
+
+REPO = Path(__file__).resolve().parents[2]
+README = (REPO / "README.md").read_text()
+
+
+async def test_the_example_is_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class of the README, made known by a YAML list, runs and returns both of its turns as sampled tokens."""
+    [code] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "my_agents.py").write_text(code)
+    (tmp_path / "agents.yaml").write_text("- name: second_thoughts\n  _target_: my_agents.SecondThoughts\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tokenizer = tiny_chat_tokenizer()
+    server = ScriptedServer(lambda request: "7", encode=tokenizer.encode_text, end_token_id=tokenizer.stop_token_ids[0])
+    pool = ServerPool([server])
+    await pool.start()
+    agent = AgentConfig(default_agent_loop="second_thoughts", agent_loop_config_path=str(tmp_path / "agents.yaml"))
+    manager = AgentLoopManager(
+        RolloutConfig(agent=agent),
+        tokens=ContinuousTokens(tokenizer),
+        budget=SessionBudget(max_prompt_tokens=200, max_response_tokens=200),
+        pool=pool,
+    )
+    batch = await manager.generate_sequences([{"raw_prompt": [{"role": "user", "content": "3 + 4?"}]}], n=1, step=0)
+    await pool.shutdown()
+    [trajectory] = batch.trajectories
+    assert trajectory.failure is None
+    [output] = trajectory.segments
+    sampled = [token_id for token_id, mask in zip(output.response_ids, output.response_mask, strict=True) if mask]
+    assert tokenizer.decode(sampled, skip_special_tokens=True) == "77"
+
+
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"uv run ostinato (\w+(?: gsm8k)?)", README))))
+def test_its_commands_exist(command: str) -> None:
+    """Every `ostinato` command of the README answers to --help."""
+    script = Path(sys.executable).with_name("ostinato")
+    done = subprocess.run(
+        [str(script), *command.split(), "--help"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_its_links_lead_somewhere() -> None:
+    """Every relative link of the README names a file or folder of the repository."""
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    missing = [link for link in links if not link.startswith("http") and not (REPO / link).exists()]
+    assert links
+    assert not missing
