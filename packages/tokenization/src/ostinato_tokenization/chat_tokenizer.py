@@ -19,9 +19,15 @@ import tokenizers
 from ostinato_tokenization.control_text import ControlText, MaskTable
 from ostinato_tokenization.errors import MessageError, TokenizerLoadError, VocabularyError
 from ostinato_tokenization.messages import Message, normalize_messages, normalize_tools
-from ostinato_tokenization.plain_text import PlainEncoder, control_tokens, marks_start
-from ostinato_tokenization.rendering import compile_template, render_template
-from ostinato_tokenization.template_probe import probe_boundaries
+from ostinato_tokenization.plain_text import ControlToken, PlainEncoder, control_tokens, marks_start
+from ostinato_tokenization.rendering import (
+    arguments_as_text,
+    compared_texts,
+    compile_template,
+    own_variables,
+    render_template,
+)
+from ostinato_tokenization.template_probe import probe_boundaries, wants_arguments_as_text
 from ostinato_tokenization.template_profile import TemplateProfile
 from ostinato_tokenization.tokenizer_files import named_tokens, read_tokenizer, templates_by_name
 
@@ -67,7 +73,9 @@ class ChatTokenizer:
         self._normalizer = normalizer
         self._given = ControlText(self._by_content, self.normalize if after_normalization else None)
         self._marks_start = marks_start(tokenizer)
-        self._own = ControlText(())  # the probe below must see the template's own text
+        self._own = ControlText(())  # the probes below must see the template's own text
+        self._pastes_arguments = False
+        self._pastes_arguments = wants_arguments_as_text(self)
         self.boundaries = probe_boundaries(self)
         eos = self._named_tokens.get("eos_token", "")
         stops = {self._by_content[text].id for text in self.boundaries.stops}
@@ -124,6 +132,11 @@ class ChatTokenizer:
     def eos_token_id(self) -> int | None:
         """Id of the end-of-sequence token that the files name."""
         return self.token_id(self._named_tokens.get("eos_token", ""))
+
+    @cached_property
+    def blank_variables(self) -> dict[str, str]:
+        """Empty texts for the variables that only a caller can give: some templates render nothing without them."""
+        return dict.fromkeys(sorted(set().union(*map(own_variables, self._sources.values()))), "")
 
     @cached_property
     def _plain(self) -> PlainEncoder:
@@ -194,7 +207,7 @@ class ChatTokenizer:
             template = self._templates["tool_use"]
         variables: dict[str, Any] = {
             **self._named_tokens,
-            "messages": messages,
+            "messages": arguments_as_text(messages) if self._pastes_arguments else messages,
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -252,7 +265,7 @@ class ChatTokenizer:
         Args:
             continues: Whether other text stands before it, so that the tokenizer's word-start mark has no place.
         """
-        if not table and not (continues and self._marks_start):
+        if not table and not (continues and self._marks_start) and not self._plain.is_fast:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         ids: list[int] = []
         plain, with_prefix, start = self._plain, not continues, 0
@@ -267,9 +280,22 @@ class ChatTokenizer:
             ids += plain.encode(table.restore(piece), with_prefix=with_prefix)
             ids.append(token.id)
             start, strip_next = match.end(), token.rstrip
-            with_prefix = not plain.prefix_only_first and not (plain.prefix_by_normalizer and token.normalized)
+            with_prefix = self.prefix_follows(token)
         piece = text[start:].lstrip() if strip_next else text[start:]
         return ids + plain.encode(table.restore(piece), with_prefix=with_prefix)
+
+    def prefix_follows(self, token: ControlToken) -> bool:
+        """Whether text behind this control token gets a word-start mark."""
+        plain = self._plain
+        return not plain.prefix_only_first and not (plain.prefix_by_normalizer and token.normalized)
+
+    def encode_plain(self, text: str, *, with_prefix: bool) -> list[int]:
+        """Ids of valid text between two control tokens, none of them a control token.
+
+        Args:
+            with_prefix: Whether the tokenizer's word-start mark, if it has one, is put before it.
+        """
+        return self._plain.encode(text, with_prefix=with_prefix)
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of a text, none of them a control token.
@@ -279,7 +305,7 @@ class ChatTokenizer:
         """
         if not text.isascii():
             _check_unicode(text)
-        if self._given.occurs_in(text):
+        if self._plain.is_fast or self._given.occurs_in(text):
             return self._plain.encode(text)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -316,6 +342,10 @@ class ChatTokenizer:
         found = self._by_content.get(token)
         return None if found is None else found.id
 
+    def control_token(self, token: str) -> ControlToken:
+        """What is known of a control token; its string must be one."""
+        return self._by_content[token]
+
     def find_control(self, text: str) -> list[tuple[int, str]]:
         """Offsets and strings of the control strings in rendered text, in order."""
         return [(match.start(), match.group()) for match in self._given.pattern.finditer(text)]
@@ -323,6 +353,10 @@ class ChatTokenizer:
     def starts_with_control(self, text: str) -> bool:
         """Whether rendered text begins with a control string."""
         return self._given.pattern.match(text) is not None
+
+    def compared_texts(self) -> frozenset[str]:
+        """Texts that the template may look for in messages."""
+        return compared_texts(self._sources["default"])
 
     def profile(self, template_kwargs: Mapping[str, Any] | None = None) -> TemplateProfile:
         """How the template behaves under these variables; probed once."""

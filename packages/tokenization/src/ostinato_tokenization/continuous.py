@@ -125,20 +125,20 @@ class ContinuousTokens:
         if previous_messages[-1].get("role") != "assistant":
             self._replace_unanswered(ledger, previous_messages, new_messages, tools)
             return len(ledger) - before
-        sampled, stop_at = self._last_turn(ledger)
-        if stop_at is None and self.truncated_turn != TruncatedTurn.CLOSE:
+        num_sampled, said = self._last_turn(ledger)
+        if said is None and self.truncated_turn != TruncatedTurn.CLOSE:
             if self.truncated_turn == TruncatedTurn.STOP:
                 return 0
             raise TruncatedTurnError(
-                f"the last turn must end with a stop token, got {len(sampled)} tokens without one;"
+                f"the last turn must end with a stop token, got {num_sampled} tokens without one;"
                 " raise the length limit or choose TruncatedTurn.CLOSE"
             )
         ids = self._profile.continuation_ids(previous_messages, new_messages, tools, started_at=ledger.started_at)
-        if stop_at is None:
+        if said is None:
             repair, ids = self._split_repair(ledger, ids)
             ledger.append(repair, Origin.REPAIR)
         else:
-            ids = self._without_said(ids, sampled[stop_at], sampled[stop_at + 1 :])
+            ids = self._without_said(ids, said[0], said[1:])
         self._append_context(ledger, ids)
         return len(ledger) - before
 
@@ -154,15 +154,15 @@ class ContinuousTokens:
         first = self._profile.continuation_ids(previous_messages, new_messages, tools)[0]
         return first if first in self._stop_ids and self._profile.opens_turn(first) else None
 
-    def _last_turn(self, ledger: TokenLedger) -> tuple[list[int], int | None]:
-        """Sampled ids at the end of the ledger, and the place of the stop token that ended them."""
+    def _last_turn(self, ledger: TokenLedger) -> tuple[int, list[int] | None]:
+        """How many ids at the end of the ledger were sampled, and the stop token that ended them with what follows it."""
         length = ledger.last_span(Origin.SAMPLED)
-        sampled = ledger.tail_ids(length)
-        for at in range(length - 1, max(-1, length - 5), -1):
-            if sampled[at] in self._end_ids:
-                rest = sampled[at + 1 :]
-                return sampled, at if not rest or not self.tokenizer.decode(rest).strip() else None
-        return sampled, None
+        last = ledger.tail_ids(min(length, 4))
+        for at in range(len(last) - 1, -1, -1):
+            if last[at] in self._end_ids:
+                rest = last[at + 1 :]
+                return length, last[at:] if not rest or not self.tokenizer.decode(rest).strip() else None
+        return length, None
 
     def _without_said(self, ids: list[int], stop_id: int, said_after: list[int]) -> list[int]:
         """The continuation without what the policy said itself: its stop token, and a separator after that."""

@@ -297,7 +297,13 @@ class TokenLedger:
 
     def last_span(self, origin: Origin) -> int:
         """Length of the unbroken run of `origin` at the end, in tokens."""
-        return len(self._origins) - len(self._origins.rstrip(bytes((origin,))))
+        length, size = len(self._origins), 256
+        while True:
+            tail = self._origins[max(0, length - size) :]  # grows with the run, not with the history
+            run = len(tail) - len(tail.rstrip(bytes((origin,))))
+            if run < len(tail) or len(tail) == length:
+                return run
+            size *= 4
 
     def to_bytes(self) -> bytes:
         """The whole record as MessagePack; `from_bytes` is its inverse."""

@@ -6,12 +6,14 @@ Invariant: no id of a control token leaves `encode`. It knows nothing of templat
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import tokenizers
 
 from ostinato_tokenization.errors import TokenizerLoadError
+from ostinato_tokenization.fast_bpe import Encode, describe, fast_encoder
 
 
 class ControlToken(NamedTuple):
@@ -65,7 +67,7 @@ def _prepends(part: Any) -> bool:
 
 def marks_start(tokenizer: tokenizers.Tokenizer) -> bool:
     """Whether the tokenizer puts a word-start mark before a text, as SentencePiece does."""
-    parts = (json.loads(part.__getstate__()) for part in (tokenizer.normalizer, tokenizer.pre_tokenizer) if part)
+    parts = (describe(part) for part in (tokenizer.normalizer, tokenizer.pre_tokenizer))
     return any(_prepends(part) or _metaspace_first(part) for part in parts)
 
 
@@ -73,28 +75,63 @@ class PlainEncoder:
     """A copy of a tokenizer that knows no control tokens.
 
     Args:
-        tokenizer: The tokenizer; copied, not changed.
+        tokenizer: The tokenizer; copied where it cannot be imitated faster, never changed.
         controls: Its control tokens.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, controls: Collection[ControlToken]) -> None:
-        document = json.loads(tokenizer.to_str())
-        contents = {token.content for token in controls}
-        document["added_tokens"] = [token for token in document["added_tokens"] if token["content"] not in contents]
-        document["post_processor"] = document["truncation"] = document["padding"] = None
-        unknown = document["model"].get("unk_token")
+        self._tokenizer = tokenizer
+        self._controls = {token.content for token in controls}
+        unknown = getattr(tokenizer.model, "unk_token", None)
         self._forbidden = frozenset(token.id for token in controls if token.content != unknown)
-        self._contents = sorted(contents - {unknown}, key=len, reverse=True)
-        self._outer = _load(document)
-        self._inner = self._outer
-        self.prefix_only_first = _metaspace_first(document["pre_tokenizer"])
+        self._contents = sorted(self._controls - {unknown}, key=len, reverse=True)
+        normalizer, pre_tokenizer = describe(tokenizer.normalizer), describe(tokenizer.pre_tokenizer)
+        self.prefix_only_first = _metaspace_first(pre_tokenizer)
         """Only the first text of a sequence gets a word-start mark."""
-        self.prefix_by_normalizer = _prepends(document["normalizer"])
+        self.prefix_by_normalizer = _prepends(normalizer)
         """The mark comes with normalization: once for all text between two tokens that are matched before it."""
-        if self.prefix_only_first or self.prefix_by_normalizer:
-            document["normalizer"] = _without_prefix(document["normalizer"])
-            document["pre_tokenizer"] = _without_prefix(document["pre_tokenizer"])
-            self._inner = _load(document)
+        self._marks = self.prefix_only_first or self.prefix_by_normalizer
+        self._fast_outer: Encode | None = None
+        self._fast_inner: Encode | None = None
+        plain_matching = not any(token.normalized or token.single_word for token in controls)
+        if plain_matching and len(tokenizer.get_added_tokens_decoder()) == len(controls):
+            self._fast_outer = self._fast(normalizer, pre_tokenizer, self._slow_of_text)
+            self._fast_inner = self._fast_outer
+            if self._marks and self._fast_outer is not None:
+                inner = _without_prefix(normalizer), _without_prefix(pre_tokenizer)
+                self._fast_inner = self._fast(*inner, lambda text: self._ids(self._inner, text))
+        self.is_fast = self._fast_outer is not None and self._fast_inner is not None
+        """Whether text is encoded by something faster than the tokenizer."""
+
+    def _fast(self, normalizer: Any, pre_tokenizer: Any, reference: Callable[[str], list[int]]) -> Encode | None:
+        return fast_encoder(self._tokenizer, normalizer, pre_tokenizer, self._forbidden, reference, self._controls)
+
+    def _slow_of_text(self, text: str) -> list[int]:
+        return self._ids(self._tokenizer, text)
+
+    @staticmethod
+    def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    @cached_property
+    def _document(self) -> dict[str, Any]:
+        document = json.loads(self._tokenizer.to_str())
+        document["added_tokens"] = [
+            token for token in document["added_tokens"] if token["content"] not in self._controls
+        ]
+        document["post_processor"] = document["truncation"] = document["padding"] = None
+        return document
+
+    @cached_property
+    def _outer(self) -> tokenizers.Tokenizer:
+        return _load(self._document)
+
+    @cached_property
+    def _inner(self) -> tokenizers.Tokenizer:
+        if not self._marks:
+            return self._outer
+        parts = {name: _without_prefix(self._document[name]) for name in ("normalizer", "pre_tokenizer")}
+        return _load({**self._document, **parts})
 
     def encode(self, text: str, *, with_prefix: bool = True) -> list[int]:
         """Ids of `text`, none of them a control token.
@@ -104,7 +141,10 @@ class PlainEncoder:
         """
         if not text:
             return []
-        ids = (self._outer if with_prefix else self._inner).encode(text, add_special_tokens=False).ids
+        fast = self._fast_outer if with_prefix else self._fast_inner
+        if fast is not None and (found := fast(text)) is not None:
+            return found
+        ids = self._ids(self._outer if with_prefix else self._inner, text)
         if self._forbidden.isdisjoint(ids):
             return ids
         # The model's own vocabulary holds the string as a piece: encode it in two halves.
@@ -116,7 +156,7 @@ class PlainEncoder:
         return [token_id for part in text for token_id in self._one_character(part)]
 
     def _one_character(self, character: str) -> list[int]:
-        ids = self._inner.encode(character, add_special_tokens=False).ids
+        ids = self._ids(self._inner, character)
         if self._forbidden.isdisjoint(ids):
             return ids
         raise TokenizerLoadError(

@@ -7,19 +7,22 @@ neither reach attributes outside its sandbox nor change what it is given. It kno
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
 from ostinato_tokenization.errors import ChatTemplateError
 from ostinato_tokenization.messages import RawArguments
+
+_GIVEN = frozenset(("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"))
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -76,6 +79,56 @@ def compile_template(source: str) -> jinja2.Template:
         raise ChatTemplateError(
             f"chat_template must be a valid Jinja template, got {error} (line {line}); correct the template"
         ) from error
+
+
+@lru_cache(maxsize=256)
+def own_variables(source: str) -> frozenset[str]:
+    """The variables of a template that only its caller can give, such as `enable_thinking`."""
+    environment = _environment()
+    names = jinja2.meta.find_undeclared_variables(environment.parse(source))
+    return frozenset(names - _GIVEN - environment.globals.keys())
+
+
+@lru_cache(maxsize=256)
+def compared_texts(source: str) -> frozenset[str]:
+    """The constant texts of a template that it does more with than to write them: what it may look for in messages."""
+    found: set[str] = set()
+
+    def visit(node: jinja2.nodes.Node, written: bool) -> None:
+        if isinstance(node, jinja2.nodes.Const):
+            if isinstance(node.value, str) and not written:
+                found.add(node.value)
+            return
+        passes_on = written and isinstance(node, (jinja2.nodes.Add, jinja2.nodes.Concat))
+        for child in node.iter_child_nodes():
+            visit(child, passes_on or isinstance(node, jinja2.nodes.Output))
+
+    visit(_environment().parse(source), False)
+    return frozenset(found - {""})
+
+
+def arguments_as_text(messages: Sequence[Any]) -> list[Any]:
+    """The messages with the arguments of their calls as JSON text, for templates that paste them as they are."""
+
+    def convert(part: Any) -> Any:
+        arguments = part.get("arguments")
+        if not isinstance(arguments, Mapping):
+            return part
+        text = arguments.text if isinstance(arguments, RawArguments) else json.dumps(arguments, ensure_ascii=False)
+        return {**part, "arguments": text}
+
+    return [
+        {
+            **message,
+            "tool_calls": [
+                {**call, "function": convert(call["function"])} if "function" in call else convert(call)
+                for call in message["tool_calls"]
+            ],
+        }
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
 
 
 def render_template(template: jinja2.Template, variables: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ Invariant: nothing here depends on the name of a model; a template that refuses 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ class Boundaries(msgspec.Struct, frozen=True):
     """Control strings that a template writes between turns."""
 
     ends: frozenset[str]
-    """Those that come first after what an assistant says, at the end of a conversation or within it."""
+    """Those that end what an assistant says: the last of the turn's close, at the end of a conversation or within it."""
     stops: frozenset[str]
     """Those of them that the assistant itself is to say: where the end of a conversation shows one, what an earlier
     turn is closed with does not count."""
@@ -79,7 +80,9 @@ def probe_boundaries(tokenizer: ChatTokenizer) -> Boundaries:
         zone, _, prompt = text.rpartition(SENTINEL)[2].partition(NEXT_SENTINEL)
         controls = [string for _, string in tokenizer.find_control(zone)]
         if controls:
-            end = next((string for string in controls if string in ends), controls[0])
+            end = next((string for string in controls if string in ends), None)
+            if end is None:
+                end = _close_of(tokenizer, turn, zone if following is not None else None) or controls[0]
             ends.add(end)
             if following is None or "tool_calls" in turn or not closed_at_last:
                 stops.add(end)
@@ -94,11 +97,58 @@ def probe_boundaries(tokenizer: ChatTokenizer) -> Boundaries:
     return Boundaries(frozenset(ends), frozenset(stops), frozenset(openers), frozenset(structural | ends))
 
 
+def wants_arguments_as_text(tokenizer: ChatTokenizer) -> bool:
+    """Whether the template pastes the arguments of a call, so that only JSON text comes out as JSON.
+
+    Called while arguments are still rendered as they are given.
+    """
+    arguments = {"q": SENTINEL}
+    text = json.dumps(arguments, ensure_ascii=False)
+    if (as_mapping := _render_call(tokenizer, arguments)) is not None and repr(arguments) not in as_mapping:
+        return False
+    return text in (_render_call(tokenizer, text) or "")
+
+
+def _render_call(tokenizer: ChatTokenizer, arguments: Any) -> str | None:
+    """A conversation that ends with a call, or with its result where the template asks for one."""
+    turn = calling_message("", "")
+    turn["tool_calls"][0]["function"]["arguments"] = arguments
+    for following in (None, tool_message(NEXT_SENTINEL)):
+        text = _render(tokenizer, [USER, turn, *([] if following is None else [following])], following)
+        if text is not None:
+            return text
+    return None
+
+
+def _close_of(tokenizer: ChatTokenizer, turn: Mapping[str, Any], zone: str | None) -> str | None:
+    """The last control string of a turn's close, where the end of a conversation shows the same close as its middle.
+
+    A close may hold several: `<|END_TEXT|><|END_OF_TURN_TOKEN|>`. What is not the same in both places may be the
+    header of what comes next.
+
+    Args:
+        zone: What stands between this turn and the next; None takes that of a user's.
+    """
+    alone = _render(tokenizer, [USER, turn], None)
+    if zone is None:
+        following = {"role": "user", "content": NEXT_SENTINEL}
+        text = _render(tokenizer, [USER, turn, following], following)
+        zone = "" if text is None else text.rpartition(SENTINEL)[2].partition(NEXT_SENTINEL)[0]
+    close = "" if alone is None else alone.rpartition(SENTINEL)[2].rstrip()
+    controls = tokenizer.find_control(close)
+    if not controls or not zone.startswith(close):
+        return None
+    at, string = controls[-1]
+    return string if at + len(string) == len(close) else None
+
+
 def _render(tokenizer: ChatTokenizer, messages: Sequence[Mapping[str, Any]], following: Any) -> str | None:
     """The conversation with its sentinels, or None where the template refuses it or does not show them once each."""
-    for tools in (None, [PROBE_TOOL]):
+    for tools, variables in ((None, {}), ([PROBE_TOOL], {}), ([PROBE_TOOL], tokenizer.blank_variables)):
         try:
-            text = tokenizer.render_as_is(messages, tools, add_generation_prompt=following is not None)
+            text = tokenizer.render_as_is(
+                messages, tools, add_generation_prompt=following is not None, template_kwargs=variables
+            )
         except ChatTemplateError:
             continue
         if text.count(SENTINEL) == 1 and text.count(NEXT_SENTINEL) == (following is not None):

@@ -14,6 +14,7 @@ from enum import IntEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ostinato_tokenization.compiled_tail import CompiledTail, Shape, compile_tail, shape_of
 from ostinato_tokenization.control_text import NEXT_SENTINEL, SENTINEL, MaskTable
 from ostinato_tokenization.errors import ChatTemplateError, HistoryRewrittenError
 from ostinato_tokenization.messages import Message
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
+_MAX_TAILS = 256
 _SECOND_ID = "call00002"
 _SYSTEM = {"role": "system", "content": "s"}
 _USUAL_ROLES = frozenset(("user", "tool"))
@@ -59,6 +61,7 @@ class TemplateProfile:
         self._tokenizer = tokenizer
         self._kwargs = dict(template_kwargs or {})
         self._splices: dict[tuple[bool, frozenset[str]], Splice] = {}
+        self._tails: dict[Shape, CompiledTail | None] = {}
         self._opener_ids = frozenset(
             token_id
             for text in tokenizer.boundaries.openers
@@ -91,6 +94,20 @@ class TemplateProfile:
         Raises:
             HistoryRewrittenError: The template cannot continue the conversation.
         """
+        tail = self._compiled_tail(new)
+        if tail is not None and (ids := tail.ids(new)) is not None:
+            return ids
+        return self.rendered_continuation_ids(previous, new, tools, started_at=started_at)
+
+    def rendered_continuation_ids(
+        self,
+        previous: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        started_at: float | None = None,
+    ) -> list[int]:
+        """The same, always by rendering."""
         table = MaskTable()
         masked = self._tokenizer.mask_messages(new, table)
         text = self._continuation(previous, masked, tools, table, started_at)
@@ -99,6 +116,31 @@ class TemplateProfile:
                 "new messages must be rendered by the template, got nothing; begin a new segment"
             )
         return self._tokenizer.encode_masked(text, table, continues=not self._tokenizer.starts_with_control(text))
+
+    def _compiled_tail(self, new: Sequence[Message]) -> CompiledTail | None:
+        """The tail for messages of this shape; made when the shape is first seen."""
+        shape = shape_of(new)
+        if shape is None:
+            return None
+        if shape in self._tails:
+            return self._tails[shape]
+        tail = None
+        roles = frozenset(role for role, _, _ in shape)
+        if self.splice_for(shape[0][0] == "tool", roles) == Splice.SYNTHETIC:
+            tail = compile_tail(self._tokenizer, shape, self._synthetic_text, self._tokenizer.compared_texts())
+        if len(self._tails) >= _MAX_TAILS:
+            self._tails.clear()
+        self._tails[shape] = tail
+        _logger.debug("template %s: %s is %s", self._tokenizer.template_hash, shape, "compiled" if tail else "rendered")
+        return tail
+
+    def _synthetic_text(self, new: list[Message], started_at: float) -> str:
+        table = MaskTable()
+        masked = self._tokenizer.mask_messages(new, table)
+        text = self._after_turn([USER], _PLAIN_TURN, masked, None, started_at)
+        if not text:
+            raise HistoryRewrittenError("new messages must be rendered by the template, got nothing; render them")
+        return table.restore(text)
 
     def _continuation(
         self,

@@ -1,0 +1,173 @@
+"""The splits that tokenizers make before they merge, as Python patterns.
+
+Invariant: a pattern that cannot be translated with certainty is not translated. It knows no vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import chain
+from typing import Any
+
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""What the ByteLevel pre-tokenizer splits with."""
+SINGLE_DIGITS_PATTERN = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
+"""The same behind a pre-tokenizer that puts every digit apart."""
+
+_SPACES = (*range(0x09, 0x0E), 0x20, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000)
+_PIECE = re.compile(r"\\[pP]\{(\^?)(\w+)\}|\\(.)|(\(\?\w+:|\(\?[:=!]|\(\?)|([\[\]^$.]|&&)|(.)", re.DOTALL)
+_PLAIN_ESCAPES = frozenset("rntfv/\\'\"-+*?.()[]{}|^$# ")
+_MOST_UNICODE = 0x32400
+
+Split = Callable[[str], list[str]]
+
+
+@cache
+def _codes_by_category() -> dict[str, list[int]]:
+    """Code points of each general category; beyond these there are none but private and unassigned ones."""
+    found: dict[str, list[int]] = {}
+    for code in chain(range(_MOST_UNICODE), range(0xE0000, 0xE01F0)):
+        found.setdefault(unicodedata.category(chr(code)), []).append(code)
+    return found
+
+
+@cache
+def _codes_of(category: str) -> tuple[int, ...]:
+    """Code points of a general category, or of all that begin with its letter; none for C, which is not known in full."""
+    if category.startswith("C"):
+        return ()
+    codes = (codes for name, codes in _codes_by_category().items() if name.startswith(category))
+    return tuple(sorted(chain.from_iterable(codes)))
+
+
+def _ranges(codes: Sequence[int]) -> str:
+    """The inside of a character class."""
+    parts: list[str] = []
+    start = previous = None
+    for code in (*codes, None):
+        if start is not None and previous is not None and code != previous + 1:
+            parts.append(_escaped(start) if start == previous else f"{_escaped(start)}-{_escaped(previous)}")
+            start = None
+        start = code if start is None else start
+        previous = code
+    return "".join(parts)
+
+
+def _escaped(code: int) -> str:
+    return f"\\U{code:08x}"
+
+
+@cache
+def unassigned() -> re.Pattern[str]:
+    """Characters that this Python's Unicode tables do not know: other tables may class them otherwise."""
+    beyond = ((_MOST_UNICODE, 0xDFFFF), (0xE01F0, 0xEFFFF))
+    ranges = "".join(f"{_escaped(first)}-{_escaped(last)}" for first, last in beyond)
+    return re.compile(f"[{_ranges(_codes_by_category()['Cn'])}{ranges}]")
+
+
+def translate(pattern: str, *, ascii_only: bool) -> re.Pattern[str] | None:
+    """A pattern of the tokenizers library for Python's `re`; None where that cannot be done with certainty.
+
+    Args:
+        pattern: Its syntax is Oniguruma's, of which the common part is understood.
+        ascii_only: Whether the result is for ASCII text only, for which it is faster.
+    """
+    limit = 128 if ascii_only else sys.maxunicode + 1
+
+    def inside(codes: Sequence[int]) -> str:
+        return _ranges([code for code in codes if code < limit])
+
+    result: list[str] = []
+    in_class = False
+    for match in _PIECE.finditer(pattern):
+        negated, category, escape, group, operator, _ = match.groups()
+        if category is not None:
+            codes = _codes_of(category) if len(category) <= 2 else ()
+            chars = inside(codes)
+            if not codes or negated or match.group().startswith("\\P") or (in_class and not chars):
+                return None
+            result.append(chars if in_class else f"[{chars}]" if chars else "(?!)")
+        elif escape is not None:
+            if escape in "sS":
+                if in_class and escape == "S":
+                    return None
+                spaces = inside(_SPACES)
+                result.append(spaces if in_class else f"[{'^' if escape == 'S' else ''}{spaces}]")
+            elif escape in _PLAIN_ESCAPES:
+                result.append(match.group())
+            else:
+                return None
+        elif group is not None:
+            if group not in ("(?i:", "(?:", "(?=", "(?!"):
+                return None
+            result.append(group)
+        elif operator is not None:
+            if operator == "[":
+                if in_class:
+                    return None
+                in_class = True
+            elif operator == "]":
+                in_class = False
+            elif operator in ("$", ".", "&&") or (operator == "^" and result[-1:] != ["["]):
+                return None
+            result.append(operator)
+        else:
+            result.append(match.group())
+    try:
+        return re.compile("".join(result))
+    except re.error:
+        return None
+
+
+def regex_of(step: Mapping[str, Any]) -> str | None:
+    """The pattern of one isolating step of a pre-tokenizer; None where it is another kind of step."""
+    if step.get("type") == "Split" and step.get("behavior") == "Isolated" and not step.get("invert"):
+        pattern = step.get("pattern", {})
+        return pattern.get("Regex") if "Regex" in pattern else re.escape(pattern["String"])
+    if step.get("type") == "Digits":
+        return r"\p{N}" if step.get("individual_digits") else r"\p{N}+"
+    return None
+
+
+def byte_level_patterns(pre_tokenizer: Mapping[str, Any]) -> list[str] | None:
+    """The patterns by which a byte-level pre-tokenizer splits, one after the other; None where it does other things."""
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space", True):
+        return None
+    patterns = [regex_of(step) for step in steps[:-1]]
+    if steps[-1].get("use_regex", True):
+        patterns.append(GPT2_PATTERN)
+    known = [pattern for pattern in patterns if pattern is not None]
+    return known if known and len(known) == len(patterns) else None
+
+
+def one_pattern(patterns: Sequence[str]) -> str | None:
+    """One pattern that splits like these; None where none is known."""
+    if len(patterns) == 1:
+        return patterns[0]
+    return SINGLE_DIGITS_PATTERN if list(patterns) == [r"\p{N}", GPT2_PATTERN] else None
+
+
+def splitter(patterns: Sequence[str], *, ascii_only: bool) -> Split | None:
+    """A function that splits text by these patterns; its words joined are the text, unless the last leaves gaps."""
+    single = one_pattern(patterns)
+    compiled = [translate(pattern, ascii_only=ascii_only) for pattern in ([single] if single else patterns)]
+    known = [pattern for pattern in compiled if pattern is not None]
+    if len(known) != len(compiled) or any(pattern.groups for pattern in known):
+        return None
+    *outer, last = known
+    if not outer:
+        return last.findall
+    separators = [re.compile(f"({pattern.pattern})") for pattern in outer]
+
+    def split(text: str) -> list[str]:
+        pieces = [text]
+        for separator in separators:
+            pieces = [part for piece in pieces for part in separator.split(piece) if part]
+        return [word for piece in pieces for word in last.findall(piece)]
+
+    return split
