@@ -1,5 +1,7 @@
 """The tables of renamed and unread keys agree with the tree."""
 
+import re
+
 import pytest
 
 from ostinato_trainer.config import Config
@@ -38,3 +40,36 @@ def test_unread_names_are_no_keys_of_the_tree() -> None:
 def test_refused_values_speak_of_places_that_exist() -> None:
     """Every refused value belongs to a key or node of the tree."""
     assert {path for path, _ in REFUSED_VALUES} <= PLACES
+
+
+@pytest.mark.parametrize(
+    ("override", "right"),
+    [
+        ("actor_rollout_ref.rollout.temprature=1", "did you mean actor_rollout_ref.rollout.temperature?"),
+        ("data.max_promt_length=3", "did you mean data.max_prompt_length?"),
+        ("trainer.n_gpu_per_node=8", "did you mean trainer.n_gpus_per_node?"),
+        ("temperature=1", "write actor_rollout_ref.rollout.temperature"),
+        ("seed=1", "write trainer.seed"),
+    ],
+)
+def test_a_misspelling_is_told_the_key(override: str, right: str) -> None:
+    """What a user mistypes, or writes without its section, is answered with the key that was meant."""
+    with pytest.raises(ConfigError, match=re.escape(right)):
+        load_config([], [override])
+
+
+@pytest.mark.parametrize("override", ["trainer.bananas=1", "actor_rollout_ref.model.colour=x", "hovercraft=eels"])
+def test_no_key_is_guessed_that_shares_no_word(override: str) -> None:
+    """A guess that has nothing to do with what was written would mislead; the list of keys is named instead."""
+    with pytest.raises(ConfigError, match="lists all keys") as caught:
+        load_config([], [override])
+    assert "did you mean" not in str(caught.value)
+
+
+def test_a_wrong_item_is_not_cured_by_brackets() -> None:
+    """A single word where a list belongs is told the brackets only if the word may be in the list."""
+    with pytest.raises(ConfigError, match=r"write trainer.logger=\[console\]"):
+        load_config([], ["trainer.logger=console"])
+    with pytest.raises(ConfigError, match=re.escape("(console | jsonl | mlflow)")) as caught:
+        load_config([], ["trainer.logger=wandb"])
+    assert "[wandb]" not in str(caught.value)

@@ -7,12 +7,15 @@ Heavy imports happen inside the commands, so that `ostinato config` and `--help`
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from ostinato_trainer.error_reporting import run_reporting_errors
+
+if TYPE_CHECKING:
+    from ostinato_trainer.config_docs import ConfigRow
 
 app = typer.Typer(
     name="ostinato",
@@ -116,11 +119,7 @@ def config(
         raise ConfigError(unknown_key_message(prefix))
     console = Console()
     for row in rows:
-        console.print(
-            f"[bold]{row.key}[/bold]  [cyan]{_escape(row.type)}[/cyan] = [green]{_escape(row.default)}[/green]",
-            highlight=False,
-        )
-        console.print(f"    {_escape(row.meaning)}", highlight=False)
+        _print_key(console, row)
 
 
 @app.command()
@@ -143,8 +142,16 @@ def main() -> None:
     sys.exit(run_reporting_errors(lambda: app(standalone_mode=False)))
 
 
-def _escape(text: str) -> str:
-    """Text of others, without rich's markup."""
-    from rich.markup import escape
+def _print_key(console: Console, row: "ConfigRow") -> None:
+    """A key on a line that can be copied, with type and default beside or, where it is long, below it; then its meaning."""
+    from rich.padding import Padding
+    from rich.text import Text
 
-    return escape(text)
+    value = Text.assemble((row.type, "cyan"), " = ", (row.default, "green"))
+    key = Text(row.key, "bold")
+    if len(row.key) + 2 + value.cell_len <= console.width:
+        console.print(Text.assemble(key, "  ", value), soft_wrap=True)
+    else:
+        console.print(key, soft_wrap=True)
+        console.print(Padding(value, (0, 0, 0, 4), expand=False))
+    console.print(Padding(Text(row.meaning), (0, 0, 0, 4), expand=False))

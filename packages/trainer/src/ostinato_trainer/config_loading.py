@@ -255,11 +255,17 @@ def _validation_message(text: str, nested: Mapping[str, Any], origins: Mapping[s
 
 
 def _type_cure(path: str, expected: str, value: Any) -> str:
-    if expected.startswith("list of") and isinstance(value, str):
+    if expected.startswith("list of") and isinstance(value, str) and _is_one_of(expected, value):
         return f"write {path}=[{value}]"
     if value is None:
         return "write a value, or remove the key to take the default"
     return f"`ostinato config` says what {path} means"
+
+
+def _is_one_of(expected: str, value: str) -> bool:
+    """Whether `value` may be an item of a list of this kind: any text, unless the kind names all that there are."""
+    choices = expected.removeprefix("list of").strip().strip("()").split(" | ")
+    return len(choices) == 1 or value in choices
 
 
 def _lookup(nested: Mapping[str, Any], path: str) -> Any:

@@ -24,6 +24,9 @@ RENAMED_PATHS: Final[dict[str, str]] = {
     f"{_ROLLOUT}.val_kwargs.num_samples": f"{_ROLLOUT}.val_kwargs.n",
     "custom_reward_function": "reward.custom_reward_function",
     "model_path": "actor_rollout_ref.model.path",
+    "seed": "trainer.seed",
+    "tokenizer": "actor_rollout_ref.model.path",
+    "data.tokenizer": "actor_rollout_ref.model.path",
 }
 """Full path as written -> full path here. A prefix matches too, the longest first."""
 
@@ -104,12 +107,40 @@ RENAMED_NAMES: Final[dict[str, str]] = {
     "max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "num_gpus": "trainer.n_gpus_per_node",
     "num_nodes": "trainer.nnodes",
+    "loss_type": f"{_ACTOR}.loss_agg_mode",
+    "bf16": f"{_ACTOR}.dtype",
+    "fp16": f"{_ACTOR}.dtype",
+    "torch_dtype": f"{_ACTOR}.dtype",
+    "param_dtype": f"{_ACTOR}.dtype",
+    "micro_train_batch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
+    "generate_max_len": "data.max_response_length",
+    "prompt_max_len": "data.max_prompt_length",
+    "max_len": f"{_ROLLOUT}.max_model_len",
+    "init_kl_coef": f"{_ACTOR}.kl_loss_coef",
+    "warmup_ratio": f"{_ACTOR}.optim.lr_warmup_steps",
+    "adam_beta1": f"{_ACTOR}.optim.betas",
+    "adam_beta2": f"{_ACTOR}.optim.betas",
+    "adam_epsilon": f"{_ACTOR}.optim.eps",
+    "reward_funcs": "reward.custom_reward_function.path",
+    "remote_rm_url": "reward.custom_reward_function.path",
+    "reward_fn": "reward.custom_reward_function.path",
+    "agent_func_path": f"{_AGENT}.agent_loop_config_path",
+    "dataset_name": "data.train_files",
+    "train_dataset": "data.train_files",
+    "eval_dataset": "data.val_files",
+    "pretrain": "actor_rollout_ref.model.path",
+    "save_path": "trainer.default_local_dir",
+    "ckpt_path": "trainer.default_local_dir",
+    "use_wandb": "trainer.logger",
+    "wandb_project": "trainer.project_name",
 }
 """Last name of a key, wherever it was written -> full path here."""
 
 _ON_POLICY: Final = "this version trains on-policy, every batch sampled with the newest weights"
 _LOG_PROB: Final = f"log-probabilities are computed {_ACTOR}.ppo_max_token_len_per_gpu tokens at a time"
 _NO_CRITIC: Final = "this version has no critic"
+_ONE_DEVICE: Final = "this version trains on one device"
+_NO_ADAPTERS: Final = "this version trains all weights"
 _HF_ENGINE: Final = "it belongs to an inference engine that this version does not run"
 
 UNREAD_NAMES: Final[dict[str, str]] = {
@@ -133,6 +164,31 @@ UNREAD_NAMES: Final[dict[str, str]] = {
     "free_cache_engine": _HF_ENGINE,
     "engine_kwargs": _HF_ENGINE,
     "load_format": _HF_ENGINE,
+    "use_vllm": _HF_ENGINE,
+    "vllm_mode": _HF_ENGINE,
+    "vllm_gpu_memory_utilization": _HF_ENGINE,
+    "vllm_num_engines": _HF_ENGINE,
+    "async_train": _ON_POLICY,
+    "importance_sampling_level": "ratios are of tokens",
+    "mask_truncated_completions": "a truncated answer is scored like any other",
+    "gradient_accumulation_steps": (
+        f"how often gradients add up follows from {_ACTOR}.ppo_mini_batch_size and {_ACTOR}.ppo_micro_batch_size_per_gpu"
+    ),
+    "gradient_checkpointing": "the backend does not recompute activations",
+    "use_torch_compile": "the backend does not compile the model",
+    "attn_implementation": "transformers chooses the attention",
+    "flash_attn": "transformers chooses the attention",
+    "ulysses_sequence_parallel_size": _ONE_DEVICE,
+    "balance_batch": _ONE_DEVICE,
+    "zero_stage": _ONE_DEVICE,
+    "lora_rank": _NO_ADAPTERS,
+    "lora_alpha": _NO_ADAPTERS,
+    "target_modules": _NO_ADAPTERS,
+    "trust_remote_code": "code that comes with a model is never run",
+    "dataloader_num_workers": "rows are read in this process",
+    "logging_steps": "every step is logged",
+    "push_to_hub": "checkpoints stay in trainer.default_local_dir",
+    "default_hdfs_dir": "checkpoints stay in trainer.default_local_dir",
     "use_remove_padding": "the backend chooses its own layout, with the same numbers",
     "use_kl_in_reward": "the divergence can enter the loss only; see actor_rollout_ref.actor.use_kl_loss",
     "kl_penalty": "the divergence can enter the loss only; see actor_rollout_ref.actor.kl_loss_type",

@@ -11,6 +11,8 @@ from ostinato_trainer.config_schema import schema_keys, schema_sections
 
 __all__ = ["unknown_key_message"]
 
+_ALIKE = 0.6
+"""Least likeness of the last names of two long paths, which are alike for what they have in common before them."""
 _MAX_PLACES = 2
 """A name that occurs in more places than this, such as `path`, says nothing about which one was meant."""
 
@@ -45,15 +47,22 @@ def unknown_key_message(path: str) -> str:
     elsewhere = [candidate for candidate in keys if candidate.rpartition(".")[2] == name]
     if 1 <= len(elsewhere) <= _MAX_PLACES:
         return f"{path} is not a key; write {' or '.join(elsewhere)}"
-    if near := difflib.get_close_matches(path, keys, n=1, cutoff=0.75):
+    near = difflib.get_close_matches(path, keys, n=1, cutoff=0.75)
+    if near and difflib.SequenceMatcher(None, name, near[0].rpartition(".")[2]).ratio() >= _ALIKE:
         return f"{path} is not a key; did you mean {near[0]}?"
-    if near := difflib.get_close_matches(misspelled, siblings, n=1, cutoff=0.5):
+    near = difflib.get_close_matches(misspelled, siblings, n=1, cutoff=0.5)
+    if near and _words(near[0]) & _words(misspelled):
         return f"{unknown} is not a key; did you mean {siblings[near[0]]}?"
     names = [candidate.rpartition(".")[2] for candidate in keys]
     by_name = {last: candidate for last, candidate in zip(names, keys, strict=True) if names.count(last) == 1}
     if near := difflib.get_close_matches(name, by_name, n=1, cutoff=0.75):
         return f"{path} is not a key; did you mean {by_name[near[0]]}?"
     return f"{path} is not a key; `ostinato config` lists all keys"
+
+
+def _words(name: str) -> set[str]:
+    """The parts of a name: two that are far apart in letters are meant alike only if they share one."""
+    return {word for word in name.split("_") if len(word) > 2}
 
 
 def _longest_prefix(path: str, table: Mapping[str, object]) -> str | None:

@@ -162,7 +162,7 @@ def _config(output: Path, seed: int) -> dict:
             "device": HOST,
             "project_name": "ostinato",
             "experiment_name": "quickstart",
-            "logger": ["jsonl"],
+            "logger": ["console", "jsonl"],
             "default_local_dir": str(output),
         },
     }
@@ -202,7 +202,7 @@ def _train(output: Path, *, overrides: tuple[str, ...], console: Console) -> Non
     from ostinato_trainer.assembly import run_training
     from ostinato_trainer.config_loading import load_config
 
-    config = load_config([output / "config.yaml"], list(overrides))
+    config = load_config([output / "config.yaml"], ["trainer.logger=[jsonl]", *overrides])
     with _progress(console) as progress:
         bar = progress.add_task("GRPO", total=config.trainer.total_training_steps, note="")
 
