@@ -305,11 +305,19 @@ def test_configuration_files(
         ("+data.seed=3", ("write data.seed=3",)),
         ("data=3", ("data must be a mapping", "data.KEY=VALUE")),
         ("data.train_batch_size=0", ("int >= 1", "got 0")),
+        ("data.train_batch_size=64", ("number of rows", "64 for 16")),
+        ("trainer.device=abacus", ("device", "'abacus'", "auto")),
+        ("algorithm.adv_estimator=grpoo", ("adv_estimator", "'grpoo'", "rloo")),
+        ("actor_rollout_ref.rollout.multi_turn.format=xml", ("hermes", "'xml'")),
     ],
 )
-def test_overrides(train: Callable[..., Ended], override: str, fragments: tuple[str, ...]) -> None:
-    """A wrong override is quoted and told how to be written."""
-    train(override).must_be_one_message(1, *fragments)
+def test_overrides(train: Callable[..., Ended], tmp_path: Path, override: str, fragments: tuple[str, ...]) -> None:
+    """A wrong override is quoted and told how to be written, and no step is made."""
+    sampled = file_with(
+        tmp_path / "reward.py", f"{SCORE}    open({str(tmp_path / 'sampled')!r}, 'w').close()\n    return 1.0\n"
+    )
+    train(f"{REWARD}{sampled}", override).must_be_one_message(1, *fragments)
+    assert not (tmp_path / "sampled").exists()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Protocol
 from ostinato_agent_loop import RolloutBatch, Trajectory
 from ostinato_engines import SamplingParams
 from ostinato_rollout import ServerPool
-from ostinato_trainer.advantages import AdvantageOptions, with_advantages
+from ostinato_trainer.advantages import AdvantageOptions, advantage_estimator, with_advantages
 from ostinato_trainer.aggregation import with_loss_weights
 from ostinato_trainer.backend import EntropyMode, OptimizerStats, TrainingBackend
 from ostinato_trainer.batch import Batch
@@ -101,6 +101,9 @@ class PPOTrainer:
         config: The whole tree; checked by `assembly`.
         parts: The components, started.
         total_steps: Steps of the run.
+
+    Raises:
+        AlgorithmError: `algorithm.adv_estimator` names no estimator; it may be one that the user's code has registered.
     """
 
     def __init__(self, config: Config, parts: TrainerParts, *, total_steps: int) -> None:
@@ -108,6 +111,7 @@ class PPOTrainer:
         self.parts = parts
         self.total_steps = total_steps
         self.step = 0
+        advantage_estimator(config.algorithm.adv_estimator)
         actor = config.actor_rollout_ref.actor
         self._options = PolicyLossOptions(
             clip_ratio=actor.clip_ratio,
