@@ -374,3 +374,67 @@ def test_a_late_system_message_is_appended_where_the_template_appends_it(tiny):
         sample(tokens, ledger, "x")
         tokens.merge_context_messages(ledger, [user("q"), said("x")], new)
         assert ledger.token_ids == tokenizer.encode_chat([user("q"), said("x"), *new])
+
+
+TWO_CLOSES = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
+    "{{ '</tool_response><|im_end|>\\n' if m.role == 'assistant' else '<|im_end|>\\n' }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("said_of_close", [0, 1, 2])
+@pytest.mark.parametrize("policy", list(TruncatedTurn))
+def test_a_close_of_several_tokens_is_completed(said_of_close, policy):
+    """The last control token of a close is the stop token; a turn cut off within its close gets the rest, mask 0."""
+    tokenizer = ChatTokenizer(tiny_tokenizer(), TWO_CLOSES + OPENS)
+    close = [tokenizer.token_id(text) for text in ("</tool_response>", "<|im_end|>")]
+    assert tokenizer.stop_token_ids == (close[1],)
+    tokens = ContinuousTokens(tokenizer, truncated_turn=policy)
+    ledger = tokens.build_initial_tokens([user("q")])
+    sampled = [*tokenizer.encode_text("x"), *close[:said_of_close]]
+    tokens.merge_assistant_tokens(ledger, sampled, None)
+    arguments = ledger, [user("q"), said("x")], [user("k")]
+    if said_of_close < 2 and policy == TruncatedTurn.ERROR:
+        with pytest.raises(TruncatedTurnError, match="must end with a stop token"):
+            tokens.merge_context_messages(*arguments)
+    elif said_of_close < 2 and policy == TruncatedTurn.STOP:
+        assert tokens.merge_context_messages(*arguments) == 0
+    else:
+        tokens.merge_context_messages(*arguments)
+        assert ledger.token_ids == tokenizer.encode_chat([user("q"), said("x"), user("k")])
+        assert ledger.origins.count(Origin.REPAIR) == 2 - said_of_close
+        assert ledger.num_sampled == len(sampled)
+
+
+PASTES = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function.name + ' ' PASTE c.function.arguments }}"
+    "{{ '</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("operator", ["+", "~"])
+def test_a_template_that_pastes_arguments_gets_json(operator):
+    """Arguments are JSON in every form in which they come, also where a template pastes them, or prints what it is given;
+    what is no JSON stays as it is."""
+    tokenizer = ChatTokenizer(tiny_tokenizer(), PASTES.replace("PASTE", operator) + OPENS)
+    texts = [
+        tokenizer.render([user("q"), said("", arguments)], add_generation_prompt=False)
+        for arguments in ({"k": "é'"}, '{"k": "é\'"}', '{"k":"é\'"}')
+    ]
+    assert all('<tool_call>f {"k": "é\'"}</tool_call>' in text for text in texts)
+    assert "f {bad</tool_call>" in tokenizer.render([user("q"), said("", "{bad")], add_generation_prompt=False)
+    tokens = ContinuousTokens(tokenizer)
+    ledger = tokens.build_initial_tokens([user("q")])
+    sample(tokens, ledger, '<tool_call>f {"k": 1}</tool_call>')
+    tokens.merge_context_messages(ledger, [user("q"), said("", {"k": 1})], [tool("r")])
+    assert ledger.token_ids == tokenizer.encode_chat([user("q"), said("", {"k": 1}), tool("r")])
+
+
+def test_a_template_that_asks_for_variables_has_its_stop_token_found():
+    """Where nothing renders without a variable of the caller, the turn's end is found nevertheless."""
+    template = (
+        "{{ greeting + '\\n' }}{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
+    )
+    tokenizer = ChatTokenizer(tiny_tokenizer(), template)
+    assert tokenizer.stop_token_ids == (tokenizer.token_id("<|im_end|>"),)

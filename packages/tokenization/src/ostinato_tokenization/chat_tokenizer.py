@@ -129,9 +129,14 @@ class ChatTokenizer:
         return hashlib.sha256(msgspec.json.encode(self._sources, order="sorted")).hexdigest()[:12]
 
     @property
+    def eos_token(self) -> str:
+        """The end-of-sequence token that the files name; empty where they name none."""
+        return self._named_tokens.get("eos_token", "")
+
+    @property
     def eos_token_id(self) -> int | None:
-        """Id of the end-of-sequence token that the files name."""
-        return self.token_id(self._named_tokens.get("eos_token", ""))
+        """Its id."""
+        return self.token_id(self.eos_token)
 
     @cached_property
     def blank_variables(self) -> dict[str, str]:

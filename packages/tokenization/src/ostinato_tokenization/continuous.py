@@ -17,6 +17,8 @@ from ostinato_tokenization.errors import MessageError, TruncatedTurnError
 from ostinato_tokenization.ledger import Origin, TokenLedger
 from ostinato_tokenization.messages import Message
 
+_MAX_SEPARATOR = 4
+"""How many tokens of what follows its stop token a policy may say itself."""
 _REASONING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
@@ -126,19 +128,19 @@ class ContinuousTokens:
             self._replace_unanswered(ledger, previous_messages, new_messages, tools)
             return len(ledger) - before
         num_sampled, said = self._last_turn(ledger)
-        if said is None and self.truncated_turn != TruncatedTurn.CLOSE:
-            if self.truncated_turn == TruncatedTurn.STOP:
-                return 0
-            raise TruncatedTurnError(
-                f"the last turn must end with a stop token, got {num_sampled} tokens without one;"
-                " raise the length limit or choose TruncatedTurn.CLOSE"
-            )
         ids = self._profile.continuation_ids(previous_messages, new_messages, tools, started_at=ledger.started_at)
-        if said is None:
-            repair, ids = self._split_repair(ledger, ids)
-            ledger.append(repair, Origin.REPAIR)
-        else:
+        if said is not None:
             ids = self._without_said(ids, said[0], said[1:])
+        else:
+            repair, ids = self._split_repair(ledger, ids, called="tool_calls" in previous_messages[-1])
+            if repair is not None and self.truncated_turn == TruncatedTurn.STOP:
+                return 0
+            if repair is not None and self.truncated_turn == TruncatedTurn.ERROR:
+                raise TruncatedTurnError(
+                    f"the last turn must end with a stop token, got {num_sampled} tokens without one;"
+                    " raise the length limit or choose TruncatedTurn.CLOSE"
+                )
+            ledger.append(repair or (), Origin.REPAIR)
         self._append_context(ledger, ids)
         return len(ledger) - before
 
@@ -157,7 +159,7 @@ class ContinuousTokens:
     def _last_turn(self, ledger: TokenLedger) -> tuple[int, list[int] | None]:
         """How many ids at the end of the ledger were sampled, and the stop token that ended them with what follows it."""
         length = ledger.last_span(Origin.SAMPLED)
-        last = ledger.tail_ids(min(length, 4))
+        last = ledger.tail_ids(min(length, _MAX_SEPARATOR))
         for at in range(len(last) - 1, -1, -1):
             if last[at] in self._end_ids:
                 rest = last[at + 1 :]
@@ -171,12 +173,22 @@ class ContinuousTokens:
             ids = ids[1:]
         return ids[len(said_after) :] if said_after and ids[: len(said_after)] == said_after else ids
 
-    def _split_repair(self, ledger: TokenLedger, ids: list[int]) -> tuple[list[int], list[int]]:
-        """The tokens that close a truncated turn, and the rest of the continuation."""
-        repair = self._reasoning_repair(ledger)
-        if ids[0] in self._end_ids and not self._profile.opens_turn(ids[0]):
-            return [*repair, ids[0]], ids[1:]
-        return repair, ids
+    def _split_repair(self, ledger: TokenLedger, ids: list[int], *, called: bool) -> tuple[list[int] | None, list[int]]:
+        """The tokens that close a turn without a known stop token, and the rest of the continuation.
+
+        A turn may have been cut off within its close; what the policy said of that is not written twice. None where it
+        said all of it.
+        """
+        lead = [] if called else list(self._profile.close_lead_ids)
+        close = [*lead, *ids]
+        num_close = len(lead) + (ids[0] in self._end_ids and not self._profile.opens_turn(ids[0]))
+        last = ledger.tail_ids(min(ledger.last_span(Origin.SAMPLED), num_close + _MAX_SEPARATOR))
+        said = next((size for size in range(len(last), 0, -1) if last[-size:] == close[:size]), 0)
+        if said >= max(num_close, 1):
+            return None, close[said:]
+        if repair := self._reasoning_repair(ledger):
+            said = 0
+        return [*repair, *close[said:num_close]], close[num_close:]
 
     def _reasoning_repair(self, ledger: TokenLedger) -> list[int]:
         turn = ledger.last_span(Origin.SAMPLED) + len(self._profile.generation_prompt_ids)

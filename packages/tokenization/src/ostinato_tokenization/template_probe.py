@@ -25,7 +25,11 @@ PROBE_TOOL: Mapping[str, Any] = {
     "function": {
         "name": "search",
         "description": "Search.",
-        "parameters": {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"q": {"type": "string", "description": "What to search."}},
+            "required": ["q"],
+        },
     },
 }
 _TAG = re.compile(r"[<\[]/?(\w+)[>\]]")
@@ -80,7 +84,7 @@ def probe_boundaries(tokenizer: ChatTokenizer) -> Boundaries:
         zone, _, prompt = text.rpartition(SENTINEL)[2].partition(NEXT_SENTINEL)
         controls = [string for _, string in tokenizer.find_control(zone)]
         if controls:
-            end = next((string for string in controls if string in ends), None)
+            end = next((string for string in controls if string in ends or string == tokenizer.eos_token), None)
             if end is None:
                 end = _close_of(tokenizer, turn, zone if following is not None else None) or controls[0]
             ends.add(end)

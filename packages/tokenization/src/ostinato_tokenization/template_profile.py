@@ -334,6 +334,25 @@ class TemplateProfile:
         return ""
 
     @cached_property
+    def close_lead_ids(self) -> tuple[int, ...]:
+        """Ids that the template writes between an assistant's last words and the control string that ends the turn."""
+        try:
+            text = self._tokenizer.render_as_is(
+                [USER, _PLAIN_TURN, {"role": "user", "content": NEXT_SENTINEL}],
+                None,
+                add_generation_prompt=False,
+                template_kwargs=self._kwargs,
+                started_at=0.0,
+            )
+        except ChatTemplateError:
+            return ()
+        zone = text.rpartition(SENTINEL)[2].partition(NEXT_SENTINEL)[0]
+        for at, control in self._tokenizer.find_control(zone):
+            if control in self._tokenizer.boundaries.ends:
+                return tuple(self._tokenizer.encode_masked(zone[:at], MaskTable(), continues=True))
+        return ()
+
+    @cached_property
     def reasoning_close(self) -> str:
         """What the template writes between an assistant's reasoning and its answer."""
         turn = {"role": "assistant", "content": SENTINEL, "reasoning_content": NEXT_SENTINEL}
