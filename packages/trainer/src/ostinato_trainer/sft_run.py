@@ -16,7 +16,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from safetensors import SafetensorError
 
 from ostinato_tokenization import (
@@ -29,6 +28,7 @@ from ostinato_trainer.chat_template import chat_template_text, write_chat_templa
 from ostinato_trainer.config_actor import ModelConfig
 from ostinato_trainer.data_files import open_data_file, parsed_json_text
 from ostinato_trainer.errors import BatchError, CheckpointError, DatasetError
+from ostinato_trainer.progress import step_progress
 from ostinato_trainer.sft import SftSettings, train_sft
 
 __all__ = ["read_conversations", "run_sft"]
@@ -68,7 +68,7 @@ def run_sft(
             raise BatchError(f"{name} must be at least 1, got {value}; raise it")
     template = chat_template_text(ModelConfig(path=str(model_path), chat_template=chat_template))
     tokenizer = ChatTokenizer.from_pretrained(model_path, chat_template=template)
-    with _folder_made_whole(output) as unfinished, _progress(console) as progress:
+    with _folder_made_whole(output) as unfinished, step_progress(console) as progress:
         number = settings.steps * settings.batch_size
         reading = progress.add_task("conversations", total=None, note="")
         conversations, num_overlong = read_conversations(
@@ -166,14 +166,3 @@ def _folder_made_whole(output: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _progress(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    return Progress(*columns, console=console)

@@ -14,13 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from omegaconf import OmegaConf
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ostinato_engines.device import HOST, host_threads
 from ostinato_tokenization import ChatTokenizer, encode_training_conversation
 from ostinato_tools import ToolExecutor, load_tools
 from ostinato_trainer.checkpoint import writing_below
 from ostinato_trainer.errors import CheckpointError
+from ostinato_trainer.progress import step_progress
 from ostinato_trainer.quickstart import files
 from ostinato_trainer.quickstart.dialogues import FAULTY_SHARE, DialogueMaker
 from ostinato_trainer.quickstart.report import print_report, require_drawing
@@ -168,17 +168,6 @@ def _config(output: Path, seed: int) -> dict:
     }
 
 
-def _progress(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    return Progress(*columns, console=console)
-
-
 def _warm_start(output: Path, *, seed: int, settings: SftSettings, console: Console) -> None:
     """Supervised fine-tuning on dialogues of which most are faulty; the result is `output/warm_start`."""
     console.print(
@@ -190,7 +179,7 @@ def _warm_start(output: Path, *, seed: int, settings: SftSettings, console: Cons
     dialogues = asyncio.run(DialogueMaker(executor, seed=seed + 1).make(settings.steps * settings.batch_size))
     conversations = [encode_training_conversation(tokenizer, dialogue, schemas) for dialogue in dialogues]
     unfinished = output / ".warm_start.unfinished"
-    with writing_below(output), _progress(console) as progress:
+    with writing_below(output), step_progress(console) as progress:
         bar = progress.add_task("supervised", total=settings.steps, note="")
         for step in train_sft(output / "model", unfinished, conversations, settings, seed=seed):
             progress.update(bar, completed=step.step, note=f"loss {step.loss:.3f}")
@@ -203,7 +192,7 @@ def _train(output: Path, *, overrides: tuple[str, ...], console: Console) -> Non
     from ostinato_trainer.config_loading import load_config
 
     config = load_config([output / "config.yaml"], ["trainer.logger=[jsonl]", *overrides])
-    with _progress(console) as progress:
+    with step_progress(console) as progress:
         bar = progress.add_task("GRPO", total=config.trainer.total_training_steps, note="")
 
         def show(step: int, metrics: Mapping[str, float]) -> None:
