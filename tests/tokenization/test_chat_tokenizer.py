@@ -12,6 +12,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from ostinato_tokenization import (
     ChatTemplateError,
     ChatTokenizer,
+    ContinuousTokens,
     MediaNotSupportedError,
     MessageError,
     TokenizationError,
@@ -19,7 +20,13 @@ from ostinato_tokenization import (
     TokenizerNotFoundError,
     VocabularyError,
 )
-from ostinato_tokenization.testing import TINY_CHAT_TEMPLATE, tiny_chat_tokenizer, tiny_tokenizer
+from ostinato_tokenization.testing import (
+    TINY_CHAT_TEMPLATE,
+    TokenizerKind,
+    sample_chat_tokenizer,
+    tiny_chat_tokenizer,
+    tiny_tokenizer,
+)
 
 USER = {"role": "user", "content": "hi"}
 PIECES = st.sampled_from(
@@ -367,3 +374,36 @@ def test_errors_are_standard_errors_too():
     for leaf in leaves:
         assert len(leaf.__mro__) > len(TokenizationError.__mro__) + 1
         assert str(pickle.loads(pickle.dumps(leaf("x")))) == str(leaf("x"))
+
+
+TRUSTED = "a <image> b <|im_end|><image"
+
+
+@pytest.mark.parametrize("kind", TokenizerKind)
+def test_trusted_placeholders_and_nothing_else_become_control_tokens(kind):
+    """Exactly the strings that the caller trusts become control tokens where they stand in text: in the first prompt, in a
+    delta, in tools, after pickling; without the option none does."""
+    tokenizer = sample_chat_tokenizer(kind, "tools")
+    image, end = (tokenizer.token_id(text) for text in ("<image>", "<|im_end|>"))
+    user = {"role": "user", "content": TRUSTED}
+    plain = [{"role": "user", "content": "a"}]
+    for trusted in ((), ("<image>",)):
+        ids = tokenizer.encode_chat([user], [{"name": "<image>"}], trusted_control_text=trusted)
+        assert (ids.count(image), ids.count(end)) == (2 * len(trusted), 2)
+        tokens = ContinuousTokens(tokenizer, trusted_control_text=trusted)
+        for one in (tokens, pickle.loads(pickle.dumps(tokens))):
+            ledger = one.build_initial_tokens(plain)
+            one.merge_assistant_tokens(ledger, [end], None)
+            start = len(ledger)
+            one.merge_context_messages(ledger, [*plain, {"role": "assistant", "content": ""}], [user])
+            delta = ledger.token_ids[start:]
+            assert (delta.count(image), delta.count(end)) == (len(trusted), 1)
+            assert ledger.token_ids == one.tokenizer.encode_chat([*plain, {"role": "assistant", "content": ""}, user])
+    assert image not in tokenizer.encode_chat([user])
+
+
+@pytest.mark.parametrize("strings", [("<|no such|>",), "<image>", ("a",)])
+def test_only_control_tokens_can_be_trusted(strings):
+    """A string that is no control token, or one string in place of several, is an error that names it."""
+    with pytest.raises(VocabularyError, match="trusted_control_text must hold control tokens"):
+        ContinuousTokens(sample_chat_tokenizer("byte_level", "tools"), trusted_control_text=strings)

@@ -4,7 +4,16 @@ import logging
 
 import pytest
 
-from ostinato_tokenization import BASE_CHAT_HISTORY, HistoryRewrittenError, MessageError, encode_delta
+from ostinato_tokenization import (
+    BASE_CHAT_HISTORY,
+    ChatTokenizer,
+    HistoryRewrittenError,
+    MediaNotSupportedError,
+    MessageError,
+    encode_delta,
+    encode_training_conversation,
+)
+from ostinato_tokenization.testing import TINY_CHAT_TEMPLATE, tiny_tokenizer
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"k": 1}'}}
 CONVERSATION = [
@@ -90,3 +99,54 @@ def test_an_index_outside_is_named(tiny):
         with pytest.raises(MessageError, match=f"got {index}"):
             encode_delta(tiny, CONVERSATION, index)
     assert [message["role"] for message in BASE_CHAT_HISTORY] == ["system", "user"]
+
+
+DATED = (
+    "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
+)
+
+
+def test_the_date_is_that_of_the_conversations_start():
+    """Deltas and training conversations print the date that the caller gives, whatever today is."""
+    tokenizer = ChatTokenizer(tiny_tokenizer(), DATED)
+    moment = 86400.0 * 400
+    first = encode_delta(tokenizer, CONVERSATION, 1, started_at=moment)
+    assert tokenizer.decode(first.token_ids).startswith("1971-02-05")
+    whole = encode_training_conversation(tokenizer, CONVERSATION[:3], started_at=moment)
+    assert tokenizer.decode(whole.token_ids).startswith("1971-02-05")
+    assert (
+        encode_delta(tokenizer, CONVERSATION, 2, started_at=moment).token_ids
+        == encode_delta(tokenizer, CONVERSATION, 2, started_at=0.0).token_ids
+    )
+
+
+class Processor:
+    """What a processor of transformers is to this package: something with a tokenizer, and perhaps a template of its own."""
+
+    def __init__(self, tokenizer, chat_template=None):
+        self.tokenizer, self.chat_template = tokenizer, chat_template
+
+
+def test_a_processor_is_taken_for_its_tokenizer():
+    """A tokenizer of transformers, a processor with it and our own encode the same; a processor's own template wins, also
+    when it changes; images are refused by name."""
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tiny_tokenizer(), chat_template=TINY_CHAT_TEMPLATE, eos_token="<|im_end|>"
+    )
+    ours = ChatTokenizer.from_transformers(reference)
+    processor = Processor(reference)
+    for index in range(len(CONVERSATION)):
+        expected = encode_delta(ours, CONVERSATION, index)
+        assert encode_delta(reference, CONVERSATION, index) == expected
+        assert encode_delta(processor, CONVERSATION, index) == expected
+    assert encode_training_conversation(processor, CONVERSATION) == encode_training_conversation(ours, CONVERSATION)
+    processor.chat_template = DATED
+    assert encode_delta(processor, CONVERSATION, 1, started_at=0.0) == encode_delta(
+        ChatTokenizer(tiny_tokenizer(), DATED, named_tokens={"eos_token": "<|im_end|>"}),
+        CONVERSATION,
+        1,
+        started_at=0.0,
+    )
+    with pytest.raises(MediaNotSupportedError, match="images and videos must be empty for now"):
+        encode_delta(processor, CONVERSATION, 1, images=["x"])

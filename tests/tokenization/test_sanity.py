@@ -6,7 +6,16 @@ import logging
 import pytest
 import tokenizers
 
-from ostinato_tokenization import ChatTokenizer, ContinuousTokens, Origin, SanityCheckMode, TokenLedger, check_ledger
+from ostinato_tokenization import (
+    ChatTokenizer,
+    ContinuousTokens,
+    Origin,
+    SanityCheckMode,
+    TokenizationMismatchError,
+    TokenLedger,
+    check_ledger,
+    num_mismatches,
+)
 from ostinato_tokenization.control_text import MaskTable
 from ostinato_tokenization.testing import TINY_CHAT_TEMPLATE, tiny_tokenizer
 
@@ -208,3 +217,85 @@ def test_the_caller_says_which_turns_are_the_same(tiny):
     assert asked == [('{"a":1}', '{"a": 1}')]
     messages[2] = user("l")
     assert check_ledger(ledger, tiny, messages, mode=STRICT, same_turn=lambda one, other: True) is not None
+
+
+@pytest.mark.parametrize("mode", [STRICT, IGNORE])
+def test_a_difference_can_be_an_error_and_is_counted(tiny, mode):
+    """With `raise_on_mismatch` a difference is an error with the report as its message; each difference counts once."""
+    ledger, messages = play(tiny, "q", "x<|im_end|>", "k")
+    count = num_mismatches()
+    assert check_ledger(ledger, tiny, messages, mode=mode, raise_on_mismatch=True) is None
+    assert num_mismatches() == count
+    with pytest.raises(
+        TokenizationMismatchError, match=r"^Inconsistent training and inference tokenization detected.*other"
+    ):
+        check_ledger(ledger, tiny, [*messages[:2], user("other")], mode=mode, raise_on_mismatch=True)
+    check_ledger(ledger, tiny, [*messages[:2], user("other")], mode=mode)
+    assert num_mismatches() == count + 2
+
+
+def test_changed_reasoning_is_no_choice(make):
+    """Reasoning that the template drops is a choice; other words in the place of reasoning are a difference."""
+    ledger, messages = play(make("plain"), "q", "<think>\nr\n</think>\n\nx<|e|>")
+    for text, reported in (("x", False), ("<think>\n\n</think>\n\nx", False), ("<think>\ns\n</think>\n\nx", True)):
+        report = check_ledger(ledger, make("plain"), [messages[0], said(text)], mode=STRICT)
+        assert (report is not None) == reported
+
+
+SEVERAL = (
+    "{% for m in messages %}"
+    "{% if m.role == 'assistant' %}"
+    "{% if m.thinking and loop.last %}{{ '<|im_start|>assistant<think>' + m.thinking + '<|im_end|>' }}{% endif %}"
+    "{{ '<|im_start|>assistant<final>' + m.content + ('<|endoftext|>' if loop.last else '<|im_end|>') }}"
+    "{% else %}{{ '<|im_start|>' + m.role + '<message>' + m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+)
+
+
+def test_a_turn_of_several_messages_ends_with_its_last_stop_token():
+    """Where end tokens stand within a turn, the messages before the last may be kept or dropped by the template; a changed
+    word in any that is shown is found, and so is a change in the next turn."""
+    tokenizer = ChatTokenizer(tiny_tokenizer(), SEVERAL)
+    first = "<think>r<|im_end|><|im_start|>assistant<final>x"
+    for turns in (
+        (first + "<|endoftext|>",),
+        (first + "<|endoftext|>", "k"),
+        (first + "<|endoftext|>", "k", "<final>y<|endoftext|>"),
+    ):
+        ledger, messages = play(tokenizer, "q", *turns)
+        messages[1] = {"role": "assistant", "content": "x", "thinking": "r"}
+        if len(messages) > 3:
+            messages[3] = said("y")
+        assert check_ledger(ledger, tokenizer, messages, mode=STRICT) is None
+        for index in range(len(messages)):
+            changed = [*messages]
+            changed[index] = {**messages[index], "content": "other"}
+            assert check_ledger(ledger, tokenizer, changed, mode=STRICT) is not None
+    ledger, messages = play(tokenizer, "q", first + "<|endoftext|>")
+    messages[1] = {"role": "assistant", "content": "x", "thinking": "other"}
+    assert check_ledger(ledger, tokenizer, messages, mode=STRICT) is not None
+
+
+@pytest.mark.parametrize("mode", [STRICT, IGNORE])
+@pytest.mark.parametrize("long", ["turns", "text"])
+def test_the_check_is_linear(mode, long, monkeypatch):
+    """Four times the conversation decodes at most five times the tokens, in many turns or in one long text, also where
+    white space differs."""
+    tokenizer = ChatTokenizer(tiny_tokenizer(), TINY_CHAT_TEMPLATE)
+    decode, decoded = tokenizer.decode, []
+
+    def count(token_ids, **options):
+        decoded.append(len(token_ids))
+        return decode(token_ids, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", count)
+    costs = []
+    for size in (50, 200):
+        turns = ["k", "x<|im_end|>"] * size if long == "turns" else ["word é " * size, "x " * size + "<|im_end|>"]
+        ledger, messages = play(tokenizer, *turns)
+        if mode == IGNORE:
+            messages = [{**message, "content": message["content"] + " \n"} for message in messages]
+        decoded.clear()
+        assert check_ledger(ledger, tokenizer, messages, mode=mode) is None
+        costs.append(sum(decoded))
+    assert costs[1] <= 5 * costs[0]

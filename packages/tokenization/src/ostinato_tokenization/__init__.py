@@ -14,13 +14,14 @@ from ostinato_tokenization.errors import (
     MediaNotSupportedError,
     MessageError,
     TokenizationError,
+    TokenizationMismatchError,
     TokenizerLoadError,
     TokenizerNotFoundError,
     TruncatedTurnError,
     VocabularyError,
 )
 from ostinato_tokenization.ledger import MediaSpan, Origin, TokenLedger
-from ostinato_tokenization.sanity import SanityCheckMode, SanityReport, check_ledger
+from ostinato_tokenization.sanity import SanityCheckMode, SanityReport, check_ledger, num_mismatches
 from ostinato_tokenization.training import TrainingConversation, encode_training_conversation
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "SanityReport",
     "TokenLedger",
     "TokenizationError",
+    "TokenizationMismatchError",
     "TokenizerLoadError",
     "TokenizerNotFoundError",
     "TrainingConversation",
@@ -48,4 +50,5 @@ __all__ = [
     "check_ledger",
     "encode_delta",
     "encode_training_conversation",
+    "num_mismatches",
 ]

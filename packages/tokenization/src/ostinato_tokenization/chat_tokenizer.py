@@ -7,7 +7,7 @@ those of the tokenizer on the rendered conversation. It knows nothing of ledgers
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ import msgspec
 import tokenizers
 
 from ostinato_tokenization.control_text import ControlText, MaskTable
-from ostinato_tokenization.errors import MessageError, TokenizerLoadError, VocabularyError
+from ostinato_tokenization.errors import MessageError, VocabularyError
 from ostinato_tokenization.messages import Message, normalize_messages, normalize_tools
 from ostinato_tokenization.plain_text import ControlToken, PlainEncoder, control_tokens, marks_start
 from ostinato_tokenization.rendering import (
@@ -29,7 +29,7 @@ from ostinato_tokenization.rendering import (
 )
 from ostinato_tokenization.template_probe import probe_boundaries, wants_arguments_as_text
 from ostinato_tokenization.template_profile import TemplateProfile
-from ostinato_tokenization.tokenizer_files import named_tokens, read_tokenizer, templates_by_name
+from ostinato_tokenization.tokenizer_files import read_tokenizer, take_tokenizer, templates_by_name
 
 
 class ChatTokenizer:
@@ -72,6 +72,10 @@ class ChatTokenizer:
         after_normalization = normalizer is not None and any(token.normalized for token in self._control_tokens)
         self._normalizer = normalizer
         self._given = ControlText(self._by_content, self.normalize if after_normalization else None)
+        self._hidden = self._given
+        self.trusted_control_text: tuple[str, ...] = ()
+        """Control strings that message text may hold as such; see `trusting`."""
+        self._trusting: dict[frozenset[str], ChatTokenizer] = {}
         self._marks_start = marks_start(tokenizer)
         self._own = ControlText(())  # the probes below must see the template's own text
         self._pastes_arguments = False
@@ -86,6 +90,7 @@ class ChatTokenizer:
         self.end_token_ids = frozenset(stops | {self._by_content[text].id for text in self.boundaries.ends})
         """The same, and what the template closes earlier turns with."""
         self._own = ControlText({text for text in (*self.boundaries.structural, eos) if text in self._by_content})
+        self._base_own = self._own
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, chat_template: str | None = None) -> ChatTokenizer:
@@ -101,24 +106,43 @@ class ChatTokenizer:
 
     @classmethod
     def from_transformers(cls, tokenizer: Any) -> ChatTokenizer:
-        """Take over a fast tokenizer of transformers, which may change afterwards without effect here.
+        """Take over a fast tokenizer of transformers, or that of a processor, which may change afterwards without effect here.
 
         Raises:
             TokenizerLoadError: It is not a fast tokenizer.
             ChatTemplateError: It has no chat template.
         """
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if not isinstance(backend, tokenizers.Tokenizer):
-            raise TokenizerLoadError(
-                f"tokenizer must be a fast tokenizer of transformers, got {type(tokenizer).__name__};"
-                " load it with AutoTokenizer.from_pretrained(…, use_fast=True)"
+        files = take_tokenizer(tokenizer)
+        return cls(files.tokenizer, files.templates, named_tokens=files.named_tokens)
+
+    def trusting(self, strings: Collection[str]) -> ChatTokenizer:
+        """The same tokenizer, for which exactly these strings in message text are control tokens: placeholders such as
+        `<image>` that the caller itself puts there, in text that nobody else can write.
+
+        Raises:
+            VocabularyError: One is no control token of this tokenizer.
+        """
+        wanted = frozenset(strings)
+        unknown = sorted(wanted - self._by_content.keys())
+        if isinstance(strings, str) or unknown:
+            raise VocabularyError(
+                f"trusted_control_text must hold control tokens of the tokenizer, got {unknown or strings!r};"
+                " give a tuple of strings that are added tokens"
             )
-        templates = templates_by_name(getattr(tokenizer, "chat_template", None), type(tokenizer).__name__)
-        named = named_tokens({name: str(value) for name, value in tokenizer.special_tokens_map.items()})
-        return cls(tokenizers.Tokenizer.from_str(backend.to_str()), templates, named_tokens=named)
+        if wanted == frozenset(self.trusted_control_text):
+            return self
+        if wanted not in self._trusting:
+            other = object.__new__(ChatTokenizer)
+            other.__dict__.update(self.__dict__)
+            other.trusted_control_text = tuple(sorted(wanted))
+            other._hidden = self._given.without(wanted)
+            other._own = self._base_own.without(wanted)
+            other._profiles, other._trusting = {}, {}
+            self._trusting[wanted] = other
+        return self._trusting[wanted]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._tokenizer.to_str(), self._sources, self._named_tokens)
+        return _rebuild, (self._tokenizer.to_str(), self._sources, self._named_tokens, self.trusted_control_text)
 
     def __repr__(self) -> str:
         return f"ChatTokenizer(vocab_size={self.vocab_size}, template={self.template_hash})"
@@ -193,7 +217,7 @@ class ChatTokenizer:
     def mask_messages(self, messages: Sequence[Message], table: MaskTable) -> list[Message]:
         """Messages in the form for `render_as_is`, their control strings masked in `table`."""
         return [
-            (self._own if message["role"] == "assistant" else self._given).mask_value(message, table)
+            (self._own if message["role"] == "assistant" else self._hidden).mask_value(message, table)
             for message in normalize_messages(messages)
         ]
 
@@ -235,7 +259,7 @@ class ChatTokenizer:
             document = msgspec.json.encode(schemas).decode()
         except (TypeError, ValueError) as error:
             raise MessageError(f"tools must be JSON values, got {error}; pass OpenAI tool schemas") from error
-        return self._given.mask_value(schemas, table) if self._given.may_occur_in_json(document) else schemas
+        return self._hidden.mask_value(schemas, table) if self._hidden.may_occur_in_json(document) else schemas
 
     def encode_chat(
         self,
@@ -245,17 +269,22 @@ class ChatTokenizer:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
         started_at: float | None = None,
+        trusted_control_text: Collection[str] = (),
     ) -> list[int]:
         """Ids of the conversation. Control strings within message or tool text become ordinary tokens.
 
         In assistant messages only the strings that separate turns are kept from becoming control tokens: tags such as
         `<think>` and `<tool_call>` are the assistant's own.
 
+        Args:
+            trusted_control_text: Control strings that do become control tokens; see `trusting`.
+
         Raises:
             MessageError: Messages or tools have a form that cannot be rendered.
             ChatTemplateError: The template refuses them.
         """
-        text, table = self.render_masked(
+        encoder = self.trusting(trusted_control_text) if trusted_control_text else self
+        text, table = encoder.render_masked(
             messages,
             tools,
             add_generation_prompt=add_generation_prompt,
@@ -374,8 +403,11 @@ class ChatTokenizer:
         return self._profiles[key]
 
 
-def _rebuild(document: str, templates: dict[str, str], named: dict[str, str]) -> ChatTokenizer:
-    return ChatTokenizer(tokenizers.Tokenizer.from_str(document), templates, named_tokens=named)
+def _rebuild(
+    document: str, templates: dict[str, str], named: dict[str, str], trusted: tuple[str, ...] = ()
+) -> ChatTokenizer:
+    made = ChatTokenizer(tokenizers.Tokenizer.from_str(document), templates, named_tokens=named)
+    return made.trusting(trusted)
 
 
 def _touches_word(text: str, start: int, end: int) -> bool:

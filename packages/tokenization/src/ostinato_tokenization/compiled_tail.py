@@ -172,6 +172,7 @@ def compile_tail(
     except (ChatTemplateError, HistoryRewrittenError, MessageError):
         return None
     left = [text for text in sorted(asked_for) if not probe.is_harmless(literals, slots, text)]
+    left += tokenizer.trusted_control_text  # those are no plain text
     if any(len(text) < 2 or text.isspace() for text in left):
         return None
     pattern = re.compile("|".join(map(re.escape, left))) if left else None

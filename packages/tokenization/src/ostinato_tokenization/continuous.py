@@ -7,7 +7,7 @@ ones, and a call that raises has changed nothing. It knows neither engines nor h
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -40,6 +40,8 @@ class ContinuousTokens:
         tokenizer: Tokenizer and template.
         template_kwargs: Variables of the template, such as `enable_thinking`.
         truncated_turn: What happens to turns without a stop token.
+        trusted_control_text: Control strings, such as the placeholder `<image>`, that become control tokens also where they
+            stand in message text; all others never do.
     """
 
     def __init__(
@@ -48,7 +50,10 @@ class ContinuousTokens:
         *,
         template_kwargs: Mapping[str, Any] | None = None,
         truncated_turn: TruncatedTurn = TruncatedTurn.CLOSE,
+        trusted_control_text: Collection[str] = (),
     ) -> None:
+        if trusted_control_text:
+            tokenizer = tokenizer.trusting(trusted_control_text)
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         self.truncated_turn = TruncatedTurn(truncated_turn)
@@ -57,14 +62,23 @@ class ContinuousTokens:
         self._end_ids = tokenizer.end_token_ids
 
     def build_initial_tokens(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        started_at: float | None = None,
     ) -> TokenLedger:
         """A ledger with the first prompt, generation prompt included.
+
+        Args:
+            started_at: When the conversation began, in seconds since 1970, for templates that print the date; None for now.
 
         Raises:
             MessageError, ChatTemplateError: The conversation cannot be rendered.
         """
-        ledger = TokenLedger(started_at=time.time() if self.tokenizer.is_dated else None)
+        ledger = TokenLedger()
+        if self.tokenizer.is_dated:
+            ledger.started_at = time.time() if started_at is None else started_at
         self._append_prompt(ledger, messages, tools)
         return ledger
 

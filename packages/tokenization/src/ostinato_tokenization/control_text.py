@@ -78,6 +78,10 @@ class ControlText:
         self._suspicious = re.compile(f"[{ends}\U000f0000-\U0010ffff]")
         self._escaped = any('"' in text or "\\" in text or not text.isprintable() for text in ordered)
 
+    def without(self, strings: Collection[str]) -> ControlText:
+        """The same, less these strings."""
+        return ControlText(self.strings - set(strings), self._normalize)
+
     def occurs_in(self, text: str) -> bool:
         """Whether a control string stands in `text`, as it is or after normalization."""
         if self.pattern.search(text):

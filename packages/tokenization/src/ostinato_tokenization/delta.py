@@ -7,14 +7,16 @@ earlier turns both texts begin with `BASE_CHAT_HISTORY` instead of the real conv
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 
 from ostinato_tokenization.chat_tokenizer import ChatTokenizer
 from ostinato_tokenization.control_text import MaskTable
-from ostinato_tokenization.errors import ChatTemplateError, MessageError
+from ostinato_tokenization.errors import ChatTemplateError, MediaNotSupportedError, MessageError
 from ostinato_tokenization.messages import Message
 from ostinato_tokenization.template_profile import check_prefix
 
@@ -27,6 +29,7 @@ BASE_CHAT_HISTORY: tuple[Mapping[str, str], ...] = (
 """The conversation that stands in for the real one where a template rewrites earlier turns."""
 
 _logged: set[str] = set()
+_taken_over: WeakKeyDictionary[Any, tuple[str, ChatTokenizer]] = WeakKeyDictionary()
 
 
 class DeltaEncoding(msgspec.Struct, frozen=True):
@@ -38,13 +41,16 @@ class DeltaEncoding(msgspec.Struct, frozen=True):
 
 
 def encode_delta(
-    tokenizer: ChatTokenizer,
+    tokenizer: ChatTokenizer | Any,
     messages: Sequence[Message],
     index: int,
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
     template_kwargs: Mapping[str, Any] | None = None,
     fixed_base: bool | None = None,
+    started_at: float | None = None,
+    images: Sequence[Any] | None = None,
+    videos: Sequence[Any] | None = None,
 ) -> DeltaEncoding:
     """Encode what `messages[index]` adds to the conversation before it.
 
@@ -54,13 +60,22 @@ def encode_delta(
     the conversation.
 
     Args:
+        tokenizer: A ChatTokenizer, or a fast tokenizer of transformers, or a processor with one.
+        started_at: When the conversation began, in seconds since 1970, for templates that print the date; None for now.
+        images: Refused for now, like `videos`.
         fixed_base: Whether `BASE_CHAT_HISTORY` stands in for the conversation; None asks the template, by a probe.
 
     Raises:
         HistoryRewrittenError: The earlier text is not a prefix of the later one.
         ChatTemplateError: The template refuses one of the two.
         MessageError: `index` is out of range, or the messages cannot be rendered.
+        MediaNotSupportedError: There are images or videos.
     """
+    if images or videos:
+        raise MediaNotSupportedError("images and videos must be empty for now, got some; remove them")
+    tokenizer = as_chat_tokenizer(tokenizer)
+    if started_at is None:
+        started_at = time.time()
     if not 0 <= index < len(messages):
         raise MessageError(f"index must be from 0 to {len(messages) - 1}, got {index}; count from the first message")
     end = index + 1
@@ -72,6 +87,7 @@ def encode_delta(
             messages[index],
             tools,
             template_kwargs=template_kwargs,
+            started_at=started_at,
         )
     follows = messages[end].get("role") if end < len(messages) else None
     if follows not in (None, "assistant"):
@@ -87,8 +103,22 @@ def encode_delta(
         base=_base(tokenizer, template_kwargs, fixed_base) if start else None,
         add_generation_prompt=follows is not None,
         template_kwargs=template_kwargs,
+        started_at=started_at,
     )
     return DeltaEncoding(ids, [0] * len(ids))
+
+
+def as_chat_tokenizer(tokenizer: Any) -> ChatTokenizer:
+    """A ChatTokenizer for an object of transformers; made anew where its template or its tokens have changed."""
+    if isinstance(tokenizer, ChatTokenizer):
+        return tokenizer
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    templates = [getattr(one, "chat_template", None) for one in (tokenizer, inner)]
+    state = repr((templates, len(inner) if hasattr(inner, "__len__") else None))
+    known = _taken_over.get(tokenizer)
+    if known is None or known[0] != state:
+        known = _taken_over[tokenizer] = (state, ChatTokenizer.from_transformers(tokenizer))
+    return known[1]
 
 
 def encode_assistant_delta(
@@ -98,6 +128,7 @@ def encode_assistant_delta(
     tools: Sequence[Mapping[str, Any]] | None,
     *,
     template_kwargs: Mapping[str, Any] | None = None,
+    started_at: float | None = None,
 ) -> DeltaEncoding:
     """The ids of one assistant message behind the generation prompt of `before`.
 
@@ -105,11 +136,11 @@ def encode_assistant_delta(
         HistoryRewrittenError: The template does not render the message behind its own generation prompt.
     """
     try:
-        text, table = _difference(tokenizer, before, [message], tools, True, False, template_kwargs)
+        text, table = _difference(tokenizer, before, [message], tools, True, False, template_kwargs, started_at)
     except ChatTemplateError:
         if before is not BASE_CHAT_HISTORY:
             raise
-        text, table = _difference(tokenizer, before[1:], [message], tools, True, False, template_kwargs)
+        text, table = _difference(tokenizer, before[1:], [message], tools, True, False, template_kwargs, started_at)
     ids = tokenizer.encode_masked(text, table, continues=True)
     said = next((at for at in range(len(ids), 0, -1) if ids[at - 1] in tokenizer.end_token_ids), len(ids))
     return DeltaEncoding(ids, [1] * said + [0] * (len(ids) - said))
@@ -138,10 +169,15 @@ def _context_delta(
     base: Sequence[Message] | None,
     add_generation_prompt: bool,
     template_kwargs: Mapping[str, Any] | None,
+    started_at: float | None,
 ) -> list[int]:
     if start == 0:
         return tokenizer.encode_chat(
-            messages, tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=template_kwargs,
+            started_at=started_at,
         )
     candidates: list[Sequence[Message]] = [messages[:start]]
     if base is not None:
@@ -151,7 +187,7 @@ def _context_delta(
     for before in candidates:
         try:
             text, table = _difference(
-                tokenizer, before, messages[start:], tools, False, add_generation_prompt, template_kwargs
+                tokenizer, before, messages[start:], tools, False, add_generation_prompt, template_kwargs, started_at
             )
         except ChatTemplateError as error:
             refusal = refusal or error
@@ -169,6 +205,7 @@ def _difference(
     prompt_before: bool,
     prompt_after: bool,
     template_kwargs: Mapping[str, Any] | None,
+    started_at: float | None,
 ) -> tuple[str, MaskTable]:
     """What the template adds to its rendering of `before` for `new`, its control strings masked."""
     table = MaskTable()
@@ -176,7 +213,9 @@ def _difference(
     later = [*earlier, *tokenizer.mask_messages(new, table)]
     schemas = tokenizer.mask_tools(tools, table)
     old, whole = (
-        tokenizer.render_as_is(rendered, schemas, add_generation_prompt=prompt, template_kwargs=template_kwargs)
+        tokenizer.render_as_is(
+            rendered, schemas, add_generation_prompt=prompt, template_kwargs=template_kwargs, started_at=started_at
+        )
         for rendered, prompt in ((earlier, prompt_before), (later, prompt_after))
     )
     check_prefix(old, whole)

@@ -42,3 +42,7 @@ class HistoryRewrittenError(TokenizationError, ValueError):
 
 class TruncatedTurnError(TokenizationError, ValueError):
     """A turn was cut off before its stop token, and the policy for such turns is `error`."""
+
+
+class TokenizationMismatchError(TokenizationError, ValueError):
+    """A ledger differs from the rendering of its conversation, and the caller asked for an error."""

@@ -1,16 +1,18 @@
 """Comparison of a ledger with a fresh rendering of the conversation that it stands for.
 
 What the policy sampled is compared as text (its ids need not be canonical), everything else as ids. Linear in the number
-of tokens. Invariant: the ledger is never changed by this, and a difference that is a choice is not reported: reasoning
-that the ledger keeps and the template drops, the closing of a truncated turn, words of the generation prompt that a fresh
-encoding merges with what was said, and another way of writing what the caller takes for the same turn.
+of tokens. Invariant: the ledger is never changed by this, and a difference that is a choice is not reported: reasoning,
+or earlier messages of one turn, that the ledger keeps and the template drops, the closing of a truncated turn, words of
+the generation prompt that a fresh encoding merges with what was said, and another way of writing what the caller takes
+for the same turn.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -19,7 +21,7 @@ import msgspec
 
 from ostinato_tokenization.chat_tokenizer import ChatTokenizer
 from ostinato_tokenization.control_text import MaskTable
-from ostinato_tokenization.errors import ChatTemplateError
+from ostinato_tokenization.errors import ChatTemplateError, TokenizationMismatchError
 from ostinato_tokenization.ledger import Origin, TokenLedger
 from ostinato_tokenization.messages import Message
 
@@ -31,6 +33,16 @@ _REASONING_END = re.compile(r"\A.*?(?:</think>|\[/THINK\])\s*", re.DOTALL)
 _TAG = re.compile(r"</?think>|\[/?THINK\]")
 _STRIPPABLE = str.maketrans("", "", " \t\n\r")
 _WINDOW = 8
+_MAX_PARTS = 8
+"""How many messages within one turn are told apart."""
+
+_lock = threading.Lock()
+_num_mismatches = 0
+
+
+def num_mismatches() -> int:
+    """How many differences this process has reported, for a counter among one's metrics."""
+    return _num_mismatches
 
 
 class SanityCheckMode(StrEnum):
@@ -83,21 +95,32 @@ def check_ledger(
     mode: SanityCheckMode,
     template_kwargs: Mapping[str, Any] | None = None,
     same_turn: Callable[[str, str], bool] | None = None,
+    raise_on_mismatch: bool = False,
 ) -> SanityReport | None:
-    """Compare a ledger with a fresh rendering; a difference is logged as a warning and returned.
+    """Compare a ledger with a fresh rendering; a difference is logged as a warning, counted and returned.
 
     Args:
         messages: The conversation that the ledger holds, the assistant's messages as they were parsed.
         same_turn: Asked about a turn whose recorded and rendered texts differ: whether they say the same, as JSON with
             other spaces does, or cannot be told to say different things. None: texts that differ say different things.
 
+        raise_on_mismatch: Raise instead of logging a warning.
+
     Returns:
         The first difference, or None.
+
+    Raises:
+        TokenizationMismatchError: There is a difference, and `raise_on_mismatch` was asked for.
     """
+    global _num_mismatches
     if SanityCheckMode(mode) == SanityCheckMode.DISABLE:
         return None
     report = _Comparison(ledger, tokenizer, messages, tools, SanityCheckMode(mode), template_kwargs, same_turn).run()
     if report is not None:
+        with _lock:
+            _num_mismatches += 1
+        if raise_on_mismatch:
+            raise TokenizationMismatchError(str(report))
         _logger.warning("%s", report)
     return report
 
@@ -194,25 +217,28 @@ class _Comparison:
     def _resync(self, recorded: list[int]) -> bool:
         """Find the end of a run whose text is the same but for whitespace."""
         wanted = self._tokenizer.decode(recorded).translate(_STRIPPABLE)
-        low, high = self._pos, min(len(self._rendered), self._pos + 2 * len(recorded) + _WINDOW)
-
-        def text_to(end: int) -> str:
-            return self._tokenizer.decode(self._rendered[self._pos : end]).translate(_STRIPPABLE)
-
-        limit = high
+        low, limit = self._pos, min(len(self._rendered), self._pos + 2 * len(recorded) + _WINDOW)
+        high, known, num_known = limit, low, 0  # text up to `known` has that many characters: each step decodes half
         while low < high:
             middle = (low + high) // 2
-            if len(text_to(middle)) < len(wanted):
-                low = middle + 1
+            more = self._text(known, middle)
+            if "\ufffd" in more:  # a character may lie across the cut
+                known, num_known, more = self._pos, 0, self._text(self._pos, middle)
+            if num_known + len(more) < len(wanted):
+                low, known, num_known = middle + 1, middle, num_known + len(more)
             else:
                 high = middle
-        if text_to(low) != wanted:
+        if self._text(self._pos, low) != wanted:
             return False
         blank = low
-        while blank < limit and not self._tokenizer.decode(self._rendered[blank : blank + 1]).translate(_STRIPPABLE):
+        while blank < limit and not self._text(blank, blank + 1):
             blank += 1
         self._pos = blank
         return True
+
+    def _text(self, start: int, end: int) -> str:
+        """Text of a part of the rendering without its white space."""
+        return self._tokenizer.decode(self._rendered[start:end]).translate(_STRIPPABLE)
 
     def _compare_sampled(self, start: int, end: int, lead: list[int], *, repaired: bool) -> SanityReport | None:
         said_end = end
@@ -221,14 +247,12 @@ class _Comparison:
         stopped = said_end > start and self._recorded[said_end - 1] in self._stops
         after_stop = self._recorded[said_end:end] if stopped else []
         body = self._recorded[start : said_end - 1 if stopped else end]
-        close = self._pos
-        while close < len(self._rendered) and self._rendered[close] not in self._stops:
-            close += 1
-        said = self._tokenizer.decode(lead + body)
-        shown = self._tokenizer.decode(self._rendered[self._pos : close])
         cut_off = not stopped and (repaired or end == len(self._recorded))
-        if not self._same(said, shown, cut_off=cut_off):
-            common = _common_length(lead + body, self._rendered[self._pos : close])
+        ways = self._ways(lead + body)
+        close = next((close for said, shown, close in ways if self._same(said, shown, cut_off=cut_off)), None)
+        if close is None:
+            shown_ids = self._rendered[self._pos : self._next_stop(self._pos)]
+            common = _common_length(lead + body, shown_ids)
             return self._report(start - len(lead) + common, self._pos + common, "sampled text differs")
         self._pos = close
         if stopped and close < len(self._rendered):
@@ -239,10 +263,35 @@ class _Comparison:
                 self._pos += len(after_stop)
         return None
 
+    def _ways(self, body: list[int]) -> Iterator[tuple[str, str, int]]:
+        """Recorded and rendered texts of a turn, and where the rendered one ends.
+
+        Where end tokens stand within the turn it holds several messages, and the template may have dropped the first
+        ones: reasoning, as a rule.
+        """
+        starts = [0, *(at + 1 for at, token_id in enumerate(body) if token_id in self._stops)]
+        closes = [self._next_stop(self._pos)]
+        while len(closes) < len(starts) and closes[-1] < len(self._rendered):
+            closes.append(self._next_stop(closes[-1] + 1))
+        header = list(self._profile.generation_prompt_ids)
+        for number, start in enumerate(starts):
+            later = len(starts) - 1 - number
+            if later >= len(closes) or (number and later >= _MAX_PARTS):
+                continue
+            if number and body[start : start + len(header)] == header:
+                start += len(header)
+            close = closes[later]
+            yield self._tokenizer.decode(body[start:]), self._tokenizer.decode(self._rendered[self._pos : close]), close
+
+    def _next_stop(self, start: int) -> int:
+        """The next end token in the rendering, or its end."""
+        while start < len(self._rendered) and self._rendered[start] not in self._stops:
+            start += 1
+        return start
+
     def _skip_repair(self, start: int, end: int) -> None:
         """Step over the close of a truncated turn; the framework wrote it, whatever the template makes of the turn."""
-        while self._pos < len(self._rendered) and self._rendered[self._pos] not in self._stops:
-            self._pos += 1
+        self._pos = self._next_stop(self._pos)
         if self._recorded[end - 1] in self._stops and self._pos < len(self._rendered):
             self._pos += 1
 
@@ -253,8 +302,11 @@ class _Comparison:
         if self._lenient:
             said, shown = said.translate(_STRIPPABLE), shown.translate(_STRIPPABLE)
         said, shown = self._tokenizer.normalize(said), self._tokenizer.normalize(shown)
-        answer, shown_answer = _without_reasoning(said), _without_reasoning(shown)
-        if said == shown or answer == shown_answer or (ask is not None and ask(answer, shown_answer)):
+        if said == shown:
+            return True
+        (answer, reasoning), (shown_answer, shown_reasoning) = map(_split_reasoning, (said, shown))
+        dropped = not reasoning or not shown_reasoning
+        if dropped and (answer == shown_answer or (ask is not None and ask(answer, shown_answer))):
             return True
         if not cut_off:
             return False
@@ -296,9 +348,13 @@ class _Comparison:
         return low - 1 if self._messages else None
 
 
-def _without_reasoning(text: str) -> str:
+def _split_reasoning(text: str) -> tuple[str, str]:
+    """Answer and reasoning; the latter is empty where there is none or only its tags."""
+    blocks = _REASONING.findall(text)
     rest = _REASONING.sub("", text)
-    return _REASONING_END.sub("", rest).lstrip("\n") if rest == text else rest.lstrip("\n")
+    if not blocks and (match := _REASONING_END.match(text)):
+        blocks, rest = [match.group()], text[match.end() :]
+    return rest.lstrip("\n"), _TAG.sub("", "".join(blocks)).strip()
 
 
 def _common_length(left: Sequence[int], right: Sequence[int]) -> int:

@@ -56,6 +56,26 @@ def read_tokenizer(directory: str | Path, chat_template: str | None) -> Tokenize
     return TokenizerFiles(tokenizer, templates, named)
 
 
+def take_tokenizer(source: Any) -> TokenizerFiles:
+    """The same from an object of transformers: a fast tokenizer, or a processor that holds one.
+
+    Raises:
+        TokenizerLoadError: It is neither.
+        ChatTemplateError: It has no chat template.
+    """
+    tokenizer = getattr(source, "tokenizer", source)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise TokenizerLoadError(
+            f"tokenizer must be a fast tokenizer of transformers or a processor with one, got {type(tokenizer).__name__};"
+            " load it with AutoTokenizer.from_pretrained(…, use_fast=True)"
+        )
+    template = getattr(source, "chat_template", None) or getattr(tokenizer, "chat_template", None)
+    templates = templates_by_name(template, type(source).__name__)
+    named = named_tokens({name: str(value) for name, value in tokenizer.special_tokens_map.items()})
+    return TokenizerFiles(tokenizers.Tokenizer.from_str(backend.to_str()), templates, named)
+
+
 def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """The tokens that a configuration names, as plain strings."""
     found: dict[str, str] = {}

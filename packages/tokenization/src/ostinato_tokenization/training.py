@@ -13,7 +13,7 @@ import msgspec
 
 from ostinato_tokenization.chat_tokenizer import ChatTokenizer
 from ostinato_tokenization.continuous import ContinuousTokens
-from ostinato_tokenization.delta import encode_assistant_delta
+from ostinato_tokenization.delta import as_chat_tokenizer, encode_assistant_delta
 from ostinato_tokenization.errors import MessageError
 from ostinato_tokenization.messages import Message
 
@@ -27,22 +27,28 @@ class TrainingConversation(msgspec.Struct, frozen=True):
 
 
 def encode_training_conversation(
-    tokenizer: ChatTokenizer,
+    tokenizer: ChatTokenizer | Any,
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
     template_kwargs: Mapping[str, Any] | None = None,
+    started_at: float | None = None,
 ) -> TrainingConversation:
     """Encode a conversation with a mask on what the assistant says.
 
     Each assistant message is rendered as the last of the conversation, reasoning included. What comes after the last
     stop token (a newline, often) is left off.
 
+    Args:
+        tokenizer: A ChatTokenizer, or a fast tokenizer of transformers, or a processor with one.
+        started_at: When the conversation began, in seconds since 1970, for templates that print the date; None for now.
+
     Raises:
         MessageError: There is no assistant message, nothing before the first, or two follow each other.
         HistoryRewrittenError: The template does not render an assistant message behind its own generation prompt.
         ChatTemplateError: The template refuses the conversation.
     """
+    tokenizer = as_chat_tokenizer(tokenizer)
     turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     if not turns or turns[0] == 0:
         raise MessageError(
@@ -51,9 +57,11 @@ def encode_training_conversation(
         )
     tokens = ContinuousTokens(tokenizer, template_kwargs=template_kwargs)
     first = messages[: turns[0]]
-    ledger = tokens.build_initial_tokens(first, tools)
+    ledger = tokens.build_initial_tokens(first, tools, started_at=started_at)
     for number, turn in enumerate(turns):
-        delta = encode_assistant_delta(tokenizer, first, messages[turn], tools, template_kwargs=template_kwargs)
+        delta = encode_assistant_delta(
+            tokenizer, first, messages[turn], tools, template_kwargs=template_kwargs, started_at=ledger.started_at
+        )
         said = delta.token_ids[: sum(delta.mask)]
         end = turns[number + 1] if number + 1 < len(turns) else len(messages)
         if end == turn + 1 and end < len(messages):
