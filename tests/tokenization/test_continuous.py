@@ -438,3 +438,37 @@ def test_a_template_that_asks_for_variables_has_its_stop_token_found():
     )
     tokenizer = ChatTokenizer(tiny_tokenizer(), template)
     assert tokenizer.stop_token_ids == (tokenizer.token_id("<|im_end|>"),)
+
+
+def test_an_opener_stays_where_another_token_stopped_the_turn():
+    """In a template without a close, a turn that another stop token ended keeps the opener of what follows, whichever role
+    that is and however many control tokens its header has."""
+    template = (
+        "{% for m in messages %}{{ {'user': '<|im_start|>', 'tool': '<tool_call><tool_response>', 'assistant': '<|im_end|>'}"
+        "[m.role] + m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_end|>' }}{% endif %}"
+    )
+    tokenizer = ChatTokenizer(tiny_tokenizer(), template, named_tokens={"eos_token": "<|endoftext|>"})
+    tokens = ContinuousTokens(tokenizer)
+    for new, opener in ((user("k"), "<|im_start|>"), (tool("r"), "<tool_call><tool_response>")):
+        for stop in ("<|endoftext|>", "<|im_start|>", "<tool_call>", ""):
+            ledger = tokens.build_initial_tokens([user("q")])
+            sample(tokens, ledger, "x", stop)
+            tokens.merge_context_messages(ledger, [user("q"), said("x")], [new])
+            expected = opener.removeprefix(stop) if stop else opener
+            assert tokenizer.decode(ledger.token_ids).endswith(f"x{stop}{expected}{new['content']}<|im_end|>")
+
+
+def test_a_close_in_words_is_not_written_twice():
+    """Where turns end with words, a policy that said them, all or the first of them, gets only the rest."""
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + ' (over and out)\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    tokenizer = ChatTokenizer(tiny_tokenizer(), template)
+    tokens = ContinuousTokens(tokenizer)
+    close = tokenizer.encode_text(" (over and out)\n")
+    for size in (0, 1, len(close) - 1, len(close)):
+        ledger = tokens.build_initial_tokens([user("q")])
+        tokens.merge_assistant_tokens(ledger, [*tokenizer.encode_text("x"), *close[:size]], None)
+        tokens.merge_context_messages(ledger, [user("q"), said("x")], [user("k")])
+        assert ledger.token_ids == tokenizer.encode_chat([user("q"), said("x"), user("k")])

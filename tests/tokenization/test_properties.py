@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ostinato_tokenization import ContinuousTokens, HistoryRewrittenError, TokenLedger
+from ostinato_tokenization.control_text import MaskTable
 from ostinato_tokenization.testing import sample_chat_tokenizer
 from ostinato_tokenization.testing.strategies import chat_tokenizers, context_messages, hostile_texts, texts
 
@@ -50,12 +51,13 @@ class Conversation(RuleBasedStateMachine):
         text=texts(), new=context_messages(), how=st.sampled_from(["stop", "cut", "split", "bytes", "eos", "nothing"])
     )
     def turn(self, text, new, how):
-        """The policy speaks, stops in one way or another, and something is said to it."""
-        text = "x" + text.rstrip()
+        """The policy speaks, stops in one way or another, and something is said to it. What it says holds no control
+        strings: as text those would be other ids than as tokens."""
+        text = "x" + text.rstrip().replace("<", "(")
         opening = (
             "\n" if self.tokens._profile.generation_prompt == "<|assistant|>" else ""
         )  # written before every answer
-        ids = self.tokenizer.encode_text("" if how == "nothing" else opening + text)
+        ids = self.said_after_prompt("" if how == "nothing" else opening + text)
         if self.tokens._profile.close_lead_ids and how in ("stop", "eos", "split"):
             ids = [*ids, *self.tokens._profile.close_lead_ids]
         if how == "split":
@@ -87,6 +89,12 @@ class Conversation(RuleBasedStateMachine):
         self.messages = [*self.messages, *new]
         self.speaks = True
         self.check_controls(spoken, [*new], how)
+
+    def said_after_prompt(self, text):
+        """The ids that text has behind the generation prompt in one encoding of both."""
+        if self.ledger.token_ids[-1] not in self.tokenizer.control_token_ids:
+            return self.tokenizer.encode_masked(text, MaskTable(), continues=True)
+        return self.tokenizer.encode_masked("<|im_start|>" + text, MaskTable())[1:]
 
     def pieces(self, token_id):
         """A token as the tokens of its single characters: the same text, another way."""

@@ -299,3 +299,19 @@ def test_the_check_is_linear(mode, long, monkeypatch):
         assert check_ledger(ledger, tokenizer, messages, mode=mode) is None
         costs.append(sum(decoded))
     assert costs[1] <= 5 * costs[0]
+
+
+def test_a_template_without_control_tokens_is_compared_too():
+    """Where turns end with words an honest ledger has nothing to report, and a changed word in any message is found."""
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    tokenizer = ChatTokenizer(tiny_tokenizer(), template)
+    ledger, messages = play(tokenizer, "q", "X", "k", "Y", "l")
+    assert ledger.token_ids == tokenizer.encode_chat(messages)
+    assert check_ledger(ledger, tokenizer, messages, mode=STRICT) is None
+    for index, message in enumerate(messages):
+        changed = [*messages]
+        changed[index] = {**message, "content": "Xother"}
+        assert check_ledger(ledger, tokenizer, changed, mode=STRICT) is not None

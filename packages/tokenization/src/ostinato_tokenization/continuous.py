@@ -19,6 +19,8 @@ from ostinato_tokenization.messages import Message
 
 _MAX_SEPARATOR = 4
 """How many tokens of what follows its stop token a policy may say itself."""
+_MAX_CLOSE_IN_WORDS = 32
+"""The same where the template ends turns with words instead of a control token."""
 _REASONING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
@@ -196,7 +198,8 @@ class ContinuousTokens:
         lead = [] if called else list(self._profile.close_lead_ids)
         close = [*lead, *ids]
         num_close = len(lead) + (ids[0] in self._end_ids and not self._profile.opens_turn(ids[0]))
-        last = ledger.tail_ids(min(ledger.last_span(Origin.SAMPLED), num_close + _MAX_SEPARATOR))
+        reach = num_close + (_MAX_SEPARATOR if num_close else _MAX_CLOSE_IN_WORDS)
+        last = ledger.tail_ids(min(ledger.last_span(Origin.SAMPLED), reach))
         said = next((size for size in range(len(last), 0, -1) if last[-size:] == close[:size]), 0)
         if said >= max(num_close, 1):
             return None, close[said:]

@@ -250,6 +250,9 @@ class _Comparison:
         cut_off = not stopped and (repaired or end == len(self._recorded))
         ways = self._ways(lead + body)
         close = next((close for said, shown, close in ways if self._same(said, shown, cut_off=cut_off)), None)
+        if close is None and not stopped and not repaired:  # a template that ends turns with words, not with a token
+            after = self._pos + len(lead) + len(body)
+            close = after if self._rendered[self._pos : after] == lead + body else None
         if close is None:
             shown_ids = self._rendered[self._pos : self._next_stop(self._pos)]
             common = _common_length(lead + body, shown_ids)

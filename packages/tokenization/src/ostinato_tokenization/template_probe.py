@@ -58,7 +58,7 @@ class Boundaries(msgspec.Struct, frozen=True):
     """Those of them that the assistant itself is to say: where the end of a conversation shows one, what an earlier
     turn is closed with does not count."""
     openers: frozenset[str]
-    """Those that come last before what a user or tool says."""
+    """Those that come last before what a user or tool says, and those that end a turn by opening the next."""
     structural: frozenset[str]
     """All of them, and those of the assistant's header."""
 
@@ -71,7 +71,7 @@ def probe_boundaries(tokenizer: ChatTokenizer) -> Boundaries:
     stops: set[str] = set()
     openers: set[str] = set()
     structural: set[str] = set()
-    closed_at_last = False
+    closed_at_last = unclosed = False  # unclosed: turns end with the opener of the next
     for turn, following in (
         (assistant, None),
         (assistant, user_next),
@@ -92,8 +92,10 @@ def probe_boundaries(tokenizer: ChatTokenizer) -> Boundaries:
                 stops.add(end)
             closed_at_last = closed_at_last or following is None
             structural.update(string for string in controls if not _is_tag_pair(tokenizer, string))
+            if following is user_next:
+                unclosed = end == controls[-1] and not closed_at_last
             if following is not None:
-                openers.add(controls[-1])
+                openers.update({controls[-1], end} if unclosed else {controls[-1]})
         if following is user_next:
             structural.update(controls)
             header = (string for _, string in tokenizer.find_control(prompt))
