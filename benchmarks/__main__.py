@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-NOT_BENCHMARKS = {"__init__", "__main__", "peers", "matrix_script", "matrix_templates"}
+NOT_BENCHMARKS = {"__init__", "__main__", "peers", "matrix_script", "matrix_templates", "tokenization_peer"}
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ UV = os.environ.get("UV", "uv")  # `uv run` tells its children which uv it is
 HOME = Path(__file__).resolve().parent.parent / ".venv-peers"
 PEERS = {
     "trl": ("trl==1.16.0",),
-    "renderers": ("renderers==0.1.12", "httpx"),
+    "renderers": ("renderers[transformers]==0.1.12", "httpx"),
     "verl": ("verl==0.9.1",),
 }
 CONSTRAINTS = ("torch==2.13.*",)

@@ -187,3 +187,22 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
+
+
+@pytest.mark.parametrize("length", [0, 1, 255, 256, 257, 5000])
+def test_the_last_run_is_found_however_long_it_is(length):
+    """The run of one origin at the end is counted to its beginning, with and without anything before it."""
+    for before in (0, 1, 300):
+        ledger = TokenLedger()
+        ledger.append([1] * before, Origin.CONTEXT)
+        ledger.append_sampled([2] * length, None)
+        assert ledger.last_span(Origin.SAMPLED) == length
+
+
+@pytest.mark.parametrize("bad", [[1, -1], [2**31], [2**32], [2**40], [1.5], [None], "ab"])
+def test_ids_that_are_none_are_refused(bad):
+    """Negative, too large and non-integer ids are errors, and nothing is recorded."""
+    ledger = TokenLedger()
+    with pytest.raises(LedgerError, match="token_ids must be"):
+        ledger.append(bad, Origin.CONTEXT)
+    assert len(ledger) == 0

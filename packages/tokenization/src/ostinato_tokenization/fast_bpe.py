@@ -1,8 +1,8 @@
 """Fast encoding of text by byte-pair merges, for the kinds of tokenizer where it is certain to give the same ids.
 
 Text is split into words first, and merges never cross the border of a word: so a word's ids are computed once and kept.
-Where `tiktoken` is installed it encodes byte-level tokenizers instead. Either is compared with the tokenizer itself on
-a few thousand texts when it is made, and left out if one differs. Invariant: what is returned are the ids of the
+Where `tiktoken` is installed it computes them for byte-level tokenizers. Either way is compared with the tokenizer itself
+on a few thousand texts when it is made, and left out if one differs. Invariant: what is returned are the ids of the
 tokenizer on text without control strings, or None: then the caller asks the tokenizer.
 """
 
@@ -13,13 +13,22 @@ import json
 import logging
 import random
 import re
+import unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 import tokenizers
 
-from ostinato_tokenization.word_split import Split, byte_level_patterns, one_pattern, splitter, unassigned
+from ostinato_tokenization.word_split import (
+    Split,
+    beyond_ascii,
+    byte_level_patterns,
+    is_known,
+    one_pattern,
+    splitter,
+    word_starts_pattern,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -27,7 +36,8 @@ WORD_START = "\u2581"
 """The mark that SentencePiece puts in place of a space."""
 MAX_KEPT_WORDS = 1 << 16
 MAX_KEPT_LENGTH = 64
-_MAX_TIKTOKEN_CHARS = 200_000
+_LAST_OF_PLANE = "\uffff"
+_MAX_TIKTOKEN_CHARS = 20_000
 _NUM_CHECKS = 2500
 
 Encode = Callable[[str], "list[int] | None"]
@@ -46,8 +56,8 @@ _TO_CHARACTERS = _byte_characters()
 _TO_BYTES = {character: byte for byte, character in _TO_CHARACTERS.items()}
 
 
-class _ForbiddenToken(Exception):
-    """A word is a token that text must not become."""
+class _LeftToTokenizer(Exception):
+    """A word is a token that text must not become, or too long."""
 
 
 class _Words(dict[str, "list[int]"]):
@@ -61,7 +71,7 @@ class _Words(dict[str, "list[int]"]):
     def __missing__(self, word: str) -> list[int]:
         ids = self._ids_of(word)
         if not self._forbidden.isdisjoint(ids):
-            raise _ForbiddenToken(word)
+            raise _LeftToTokenizer(word)
         if len(word) <= MAX_KEPT_LENGTH:
             if len(self) >= MAX_KEPT_WORDS:
                 self.clear()
@@ -73,54 +83,44 @@ class WordEncoder:
     """Encodes word by word.
 
     Args:
-        split: Splits any text into words.
+        split: Splits text of the basic plane into words: classes of other characters make patterns slow.
         split_ascii: The same for ASCII text.
         normalize: What the tokenizer makes of text that is not ASCII before it splits it.
         words: The ids of a word.
+        otherwise: Encodes normalized text with characters beyond the basic plane.
     """
 
-    def __init__(self, split: Split, split_ascii: Split, normalize: Callable[[str], str] | None, words: _Words) -> None:
+    def __init__(
+        self,
+        split: Split,
+        split_ascii: Split,
+        normalize: Callable[[str], str] | None,
+        words: _Words,
+        otherwise: Encode | None = None,
+    ) -> None:
         self._split = split
         self._split_ascii = split_ascii
         self._normalize = normalize
         self._words = words
+        self._otherwise = otherwise
 
     def __call__(self, text: str) -> list[int] | None:
-        if text.isascii():
-            words = self._split_ascii(text)
-        else:
-            if unassigned().search(text):
+        split = self._split_ascii
+        if not text.isascii():
+            characters = beyond_ascii(text)
+            if not is_known(characters):
                 return None
             text = text if self._normalize is None else self._normalize(text)
-            words = self._split(text)
+            if max(characters) > _LAST_OF_PLANE:
+                return None if self._otherwise is None or len(text) > _MAX_TIKTOKEN_CHARS else self._otherwise(text)
+            split = self._split
+        words = split(text)
         if len("".join(words)) != len(text):
             return None
         try:
             return list(chain.from_iterable(map(self._words.__getitem__, words)))
-        except _ForbiddenToken:
+        except _LeftToTokenizer:
             return None
-
-
-class TiktokenEncoder:
-    """Encodes with `tiktoken`.
-
-    Args:
-        encode: `encode_ordinary` of an encoding with the tokenizer's vocabulary.
-        normalize: What the tokenizer makes of text that is not ASCII before it splits it.
-    """
-
-    def __init__(self, encode: Callable[[str], list[int]], normalize: Callable[[str], str] | None) -> None:
-        self._encode = encode
-        self._normalize = normalize
-
-    def __call__(self, text: str) -> list[int] | None:
-        if len(text) > _MAX_TIKTOKEN_CHARS:
-            return None  # its pattern engine gives up on very long runs
-        if not text.isascii():
-            if unassigned().search(text):
-                return None
-            text = text if self._normalize is None else self._normalize(text)
-        return self._encode(text)
 
 
 class SentencePieceEncoder:
@@ -146,7 +146,7 @@ class SentencePieceEncoder:
             return None
         try:
             return list(chain.from_iterable(map(self._words.__getitem__, words)))
-        except _ForbiddenToken:
+        except _LeftToTokenizer:
             return None
 
 
@@ -171,14 +171,14 @@ def fast_encoder(
         return None
     if model.end_of_word_suffix:
         return None
-    for make in (_tiktoken, _byte_level, _sentence_piece):
+    for make in (_byte_level_with_tiktoken, _byte_level, _sentence_piece):
         encode = make(tokenizer, normalizer, pre_tokenizer or {}, forbidden)
         if encode is None:
             continue
         wrong = _first_difference(encode, reference, tokenizer, avoid)
         if wrong is None:
             return encode
-        _logger.debug("%s is left out: it differs from the tokenizer on %r", type(encode).__name__, wrong)
+        _logger.debug("%s is left out: it differs from the tokenizer on %r", make.__name__, wrong)
     return None
 
 
@@ -190,14 +190,33 @@ def _non_ascii_normalizer(tokenizer: tokenizers.Tokenizer, normalizer: Any) -> t
     if any(step.get("type") not in ("NFC", "NFKC") for step in steps):
         return False, None
     part = tokenizer.normalizer
-    return part is not None, None if part is None else part.normalize_str
+    if part is None:
+        return False, None
+    if any(step["type"] == "NFKC" for step in steps):
+        return True, part.normalize_str
+    return True, lambda text: text if unicodedata.is_normalized("NFC", text) else part.normalize_str(text)
+
+
+def _byte_level_with_tiktoken(
+    tokenizer: tokenizers.Tokenizer, normalizer: Any, pre_tokenizer: Mapping[str, Any], forbidden: Collection[int]
+) -> Encode | None:
+    encode = _tiktoken(tokenizer, pre_tokenizer, forbidden)
+    if encode is None:
+        return None
+
+    def ids_of(word: str) -> list[int]:
+        if len(word) > _MAX_TIKTOKEN_CHARS:  # its pattern engine gives up on very long runs
+            raise _LeftToTokenizer(word[:40])
+        return encode(word)
+
+    return _word_encoder(tokenizer, normalizer, pre_tokenizer, _Words(ids_of, forbidden), ids_of)
 
 
 def _tiktoken(
-    tokenizer: tokenizers.Tokenizer, normalizer: Any, pre_tokenizer: Mapping[str, Any], forbidden: Collection[int]
-) -> Encode | None:
-    known, normalize = _non_ascii_normalizer(tokenizer, normalizer)
-    patterns = byte_level_patterns(pre_tokenizer) if known else None
+    tokenizer: tokenizers.Tokenizer, pre_tokenizer: Mapping[str, Any], forbidden: Collection[int]
+) -> Callable[[str], list[int]] | None:
+    """`encode_ordinary` of an encoding that is built from the tokenizer's vocabulary and pattern."""
+    patterns = byte_level_patterns(pre_tokenizer)
     pattern = one_pattern(patterns) if patterns else None
     if pattern is None:
         return None
@@ -218,25 +237,35 @@ def _tiktoken(
     except Exception as error:  # its Rust side raises what it likes; the tokenizer itself is there
         _logger.debug("tiktoken is left out: it does not take the vocabulary: %s", error)
         return None
-    return TiktokenEncoder(encoding.encode_ordinary, normalize)
+    return encoding.encode_ordinary
 
 
 def _byte_level(
     tokenizer: tokenizers.Tokenizer, normalizer: Any, pre_tokenizer: Mapping[str, Any], forbidden: Collection[int]
 ) -> Encode | None:
-    known, normalize = _non_ascii_normalizer(tokenizer, normalizer)
-    patterns = byte_level_patterns(pre_tokenizer) if known else None
-    if patterns is None:
-        return None
-    split, split_ascii = (splitter(patterns, ascii_only=ascii_only) for ascii_only in (False, True))
-    if split is None or split_ascii is None:
-        return None
     tokenize = tokenizer.model.tokenize
 
     def ids_of(word: str) -> list[int]:
         return [token.id for token in tokenize(word.encode().decode("latin-1").translate(_TO_CHARACTERS))]
 
-    return WordEncoder(split, split_ascii, normalize, _Words(ids_of, forbidden))
+    return _word_encoder(tokenizer, normalizer, pre_tokenizer, _Words(ids_of, forbidden), None)
+
+
+def _word_encoder(
+    tokenizer: tokenizers.Tokenizer,
+    normalizer: Any,
+    pre_tokenizer: Mapping[str, Any],
+    words: _Words,
+    otherwise: Encode | None,
+) -> Encode | None:
+    known, normalize = _non_ascii_normalizer(tokenizer, normalizer)
+    patterns = byte_level_patterns(pre_tokenizer) if known else None
+    if patterns is None:
+        return None
+    split, split_ascii = (splitter(patterns, limit=limit) for limit in (0x10000, 0x80))
+    if split is None or split_ascii is None:
+        return None
+    return WordEncoder(split, split_ascii, normalize, words, otherwise)
 
 
 def _sentence_piece(
@@ -254,17 +283,13 @@ def _sentence_piece(
         splits = bool(pre_tokenizer.get("split", True))
     else:
         return None
-    vocab = tokenizer.get_vocab(with_added_tokens=False)
     if splits:
         split = re.compile(f"{WORD_START}?[^{WORD_START}]+|{WORD_START}").findall
     else:
-        inner = re.compile(f"[^{WORD_START}]{WORD_START}")
-        if any(WORD_START in token and inner.search(token) for token in vocab):
-            return None  # merges may cross the border of a word
-        merging = set().union(*(token for token in vocab if len(token) > 1))
-        alone = "".join(re.escape(chr(code)) for code in range(128) if chr(code) not in merging)
-        words = f"{WORD_START}*[^{WORD_START}{alone}]+|{WORD_START}+"
-        split = re.compile(f"[{alone}]|{words}" if alone else words).findall
+        pattern = word_starts_pattern(tokenizer.get_vocab(with_added_tokens=False).keys(), WORD_START)
+        if pattern is None:
+            return None
+        split = re.compile(pattern).findall
     tokenize = tokenizer.model.tokenize
     return SentencePieceEncoder(split, always, _Words(lambda word: [token.id for token in tokenize(word)], forbidden))
 

@@ -55,6 +55,7 @@ class _LedgerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _FORMAT = 1
+_SIGN_BYTE = array("i").itemsize - 1 if sys.byteorder == "little" else 0
 _MASK_OF_ORIGIN = bytes(1 if value == Origin.SAMPLED else 0 for value in range(256))
 _KNOWN_ORIGINS = bytes(Origin)
 _NAN = float("nan")
@@ -66,11 +67,17 @@ def _as_id_array(token_ids: Sequence[int]) -> array[int]:
     if isinstance(token_ids, (bytes, bytearray, str)):
         raise LedgerError(f"token_ids must be integers, got {type(token_ids).__name__}; pass a list or array('i')")
     try:
-        ids = array("i", token_ids)
+        unsigned = array("I", token_ids).tobytes()  # several times faster than from a list to array("i")
     except (TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, OverflowError) and min(token_ids) < 0:
+            raise LedgerError(
+                f"token_ids must be >= 0, got {min(token_ids)}; remove padding before recording"
+            ) from error
         raise LedgerError(f"token_ids must be integers below 2**31, got {error}; pass the ids as sampled") from error
-    if ids and min(ids) < 0:
-        raise LedgerError(f"token_ids must be >= 0, got {min(ids)}; remove padding before recording")
+    ids = array("i")
+    ids.frombytes(unsigned)
+    if not unsigned[_SIGN_BYTE :: ids.itemsize].isascii():
+        raise LedgerError(f"token_ids must be integers below 2**31, got {max(token_ids)}; pass the ids as sampled")
     return ids
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 import sys
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -21,6 +21,8 @@ SINGLE_DIGITS_PATTERN = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N
 _SPACES = (*range(0x09, 0x0E), 0x20, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000)
 _PIECE = re.compile(r"\\[pP]\{(\^?)(\w+)\}|\\(.)|(\(\?\w+:|\(\?[:=!]|\(\?)|([\[\]^$.]|&&)|(.)", re.DOTALL)
 _PLAIN_ESCAPES = frozenset("rntfv/\\'\"-+*?.()[]{}|^$# ")
+_ALSO_FOLDED = {"s": "\u017f", "k": "\u212a"}
+"""Characters beyond ASCII that are ASCII letters without regard to case."""
 _MOST_UNICODE = 0x32400
 
 Split = Callable[[str], list[str]]
@@ -61,36 +63,48 @@ def _escaped(code: int) -> str:
     return f"\\U{code:08x}"
 
 
-@cache
-def unassigned() -> re.Pattern[str]:
-    """Characters that this Python's Unicode tables do not know: other tables may class them otherwise."""
-    beyond = ((_MOST_UNICODE, 0xDFFFF), (0xE01F0, 0xEFFFF))
-    ranges = "".join(f"{_escaped(first)}-{_escaped(last)}" for first, last in beyond)
-    return re.compile(f"[{_ranges(_codes_by_category()['Cn'])}{ranges}]")
+_BEYOND_ASCII = re.compile(r"[^\x00-\x7f]+")
+_known_characters: set[str] = set()
 
 
-def translate(pattern: str, *, ascii_only: bool) -> re.Pattern[str] | None:
+def beyond_ascii(text: str) -> str:
+    """The characters of a text that are not ASCII."""
+    return "".join(_BEYOND_ASCII.findall(text))
+
+
+def is_known(characters: str) -> bool:
+    """Whether this Python's Unicode tables know every one: how others class what they do not know is uncertain."""
+    if _known_characters.issuperset(characters):
+        return True
+    new = set(characters) - _known_characters
+    if any(unicodedata.category(char) == "Cn" for char in new):
+        return False
+    _known_characters.update(new)
+    return True
+
+
+def translate(pattern: str, *, limit: int) -> re.Pattern[str] | None:
     """A pattern of the tokenizers library for Python's `re`; None where that cannot be done with certainty.
 
     Args:
         pattern: Its syntax is Oniguruma's, of which the common part is understood.
-        ascii_only: Whether the result is for ASCII text only, for which it is faster.
+        limit: The result is for text whose characters are below this.
     """
-    limit = 128 if ascii_only else sys.maxunicode + 1
 
     def inside(codes: Sequence[int]) -> str:
         return _ranges([code for code in codes if code < limit])
 
     result: list[str] = []
-    in_class = False
+    in_class = ignores_case = False
     for match in _PIECE.finditer(pattern):
-        negated, category, escape, group, operator, _ = match.groups()
+        negated, category, escape, group, operator, plain = match.groups()
         if category is not None:
             codes = _codes_of(category) if len(category) <= 2 else ()
             chars = inside(codes)
-            if not codes or negated or match.group().startswith("\\P") or (in_class and not chars):
+            if not codes or negated or match.group().startswith("\\P"):
                 return None
-            result.append(chars if in_class else f"[{chars}]" if chars else "(?!)")
+            chars = chars or _escaped(sys.maxunicode)  # which is not below the limit
+            result.append(chars if in_class else f"[{chars}]")
         elif escape is not None:
             if escape in "sS":
                 if in_class and escape == "S":
@@ -102,9 +116,10 @@ def translate(pattern: str, *, ascii_only: bool) -> re.Pattern[str] | None:
             else:
                 return None
         elif group is not None:
-            if group not in ("(?i:", "(?:", "(?=", "(?!"):
+            if group not in ("(?i:", "(?:", "(?=", "(?!") or ignores_case:
                 return None
-            result.append(group)
+            ignores_case = group == "(?i:"
+            result.append("(?:" if ignores_case else group)
         elif operator is not None:
             if operator == "[":
                 if in_class:
@@ -115,8 +130,14 @@ def translate(pattern: str, *, ascii_only: bool) -> re.Pattern[str] | None:
             elif operator in ("$", ".", "&&") or (operator == "^" and result[-1:] != ["["]):
                 return None
             result.append(operator)
+        elif ignores_case and plain.isalpha():
+            if in_class or not plain.isascii():
+                return None
+            others = "".join(char for char in _ALSO_FOLDED.get(plain.lower(), "") if ord(char) < limit)
+            result.append(f"[{plain.lower()}{plain.upper()}{others}]")
         else:
-            result.append(match.group())
+            ignores_case = ignores_case and plain != ")"
+            result.append(plain)
     try:
         return re.compile("".join(result))
     except re.error:
@@ -152,10 +173,14 @@ def one_pattern(patterns: Sequence[str]) -> str | None:
     return SINGLE_DIGITS_PATTERN if list(patterns) == [r"\p{N}", GPT2_PATTERN] else None
 
 
-def splitter(patterns: Sequence[str], *, ascii_only: bool) -> Split | None:
-    """A function that splits text by these patterns; its words joined are the text, unless the last leaves gaps."""
+def splitter(patterns: Sequence[str], *, limit: int) -> Split | None:
+    """A function that splits text by these patterns; its words joined are the text, unless the last leaves gaps.
+
+    Args:
+        limit: The text's characters are below this: 0x80 makes it fastest, 0x10000 is fast.
+    """
     single = one_pattern(patterns)
-    compiled = [translate(pattern, ascii_only=ascii_only) for pattern in ([single] if single else patterns)]
+    compiled = [translate(pattern, limit=limit) for pattern in ([single] if single else patterns)]
     known = [pattern for pattern in compiled if pattern is not None]
     if len(known) != len(compiled) or any(pattern.groups for pattern in known):
         return None
@@ -171,3 +196,18 @@ def splitter(patterns: Sequence[str], *, ascii_only: bool) -> Split | None:
         return [word for piece in pieces for word in last.findall(piece)]
 
     return split
+
+
+def word_starts_pattern(vocabulary: Collection[str], mark: str) -> str | None:
+    """A pattern that cuts text before marks, and around ASCII characters that no longer token has.
+
+    Merges then stay within what it matches, whatever their order. None where tokens reach across the start of a word.
+    """
+    pairs = {pair for token in vocabulary for pair in pairwise(token)}
+    if any(right == mark != left for left, right in pairs):
+        return None
+    paired = {char for pair in pairs for char in pair}
+    alone = {char for char in map(chr, range(128)) if char not in paired}
+    single = "".join(map(re.escape, sorted(alone)))
+    words = f"{mark}*[^{mark}{single}]+|{mark}+"
+    return f"{words}|[{single}]" if single else words
