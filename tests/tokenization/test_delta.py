@@ -150,3 +150,19 @@ def test_a_processor_is_taken_for_its_tokenizer():
     )
     with pytest.raises(MediaNotSupportedError, match="images and videos must be empty for now"):
         encode_delta(processor, CONVERSATION, 1, images=["x"])
+
+
+def test_a_template_that_rewrites_calls_gets_the_fixed_base():
+    """Where a call is written otherwise once its result follows, the probe finds that, and a delta against the real
+    conversation is an error."""
+    template = TINY_CHAT_TEMPLATE.replace(
+        "{{- (call.function.arguments | tojson)",
+        "{{- ('' if loop.last and not ns.more else '!') + (call.function.arguments | tojson)",
+    ).replace(
+        "{%- for message in messages %}", "{%- for message in messages %}{% set ns = namespace(more=not loop.last) %}"
+    )
+    tokenizer = ChatTokenizer(tiny_tokenizer(), template)
+    delta = encode_delta(tokenizer, CONVERSATION, 4)
+    assert tokenizer.decode(delta.token_ids).count("<tool_response>") == 2
+    with pytest.raises(HistoryRewrittenError, match="difference at character"):
+        encode_delta(tokenizer, CONVERSATION, 4, fixed_base=False)

@@ -267,28 +267,34 @@ class TemplateProfile:
     @cached_property
     def extends_history(self) -> bool:
         """Whether a longer conversation is rendered as a continuation of a shorter one, reasoning and calls included."""
-        reasoned = {"role": "assistant", "content": "<think>\nr\n</think>\n\nx"}
+        answer, reasoned = {"role": "assistant", "content": "x"}, "<think>\nr\n</think>\n\nx"
+        conversations: tuple[tuple[list[Message], bool], ...] = (
+            ([USER, {**answer, "content": reasoned}, USER], False),
+            ([USER, answer, USER], False),
+            ([USER, {**answer, "reasoning_content": "r"}, USER], False),
+            ([USER, calling_message("x", "a"), tool_message("r"), answer, USER], True),
+        )
+        return all(self._extends(messages, refusal=with_calls) for messages, with_calls in conversations)
+
+    def _extends(self, messages: Sequence[Message], *, refusal: bool) -> bool:
+        """Whether each rendering of these messages begins with that of one less; `refusal` where the template refuses."""
+        tools = [dict(PROBE_TOOL)] if any("tool_calls" in message for message in messages) else None
         try:
-            for conversation in (
-                [USER, reasoned, USER],
-                [USER, {"role": "assistant", "content": "x"}, USER],
-                [USER, {"role": "assistant", "content": "x", "reasoning_content": "r"}, USER],
-            ):
-                for length in range(1, len(conversation)):
-                    before, whole = (
-                        self._tokenizer.render_as_is(
-                            conversation[:end],
-                            None,
-                            add_generation_prompt=conversation[end - 1]["role"] == "user" and end == length,
-                            template_kwargs=self._kwargs,
-                            started_at=0.0,
-                        )
-                        for end in (length, length + 1)
+            for length in range(1, len(messages)):
+                before, whole = (
+                    self._tokenizer.render_as_is(
+                        messages[:end],
+                        tools,
+                        add_generation_prompt=end == length and messages[length]["role"] == "assistant",
+                        template_kwargs=self._kwargs,
+                        started_at=0.0,
                     )
-                    if not whole.startswith(before):
-                        return False
+                    for end in (length, length + 1)
+                )
+                if not whole.startswith(before):
+                    return False
         except ChatTemplateError:
-            return False
+            return refusal
         return True
 
     @cached_property
