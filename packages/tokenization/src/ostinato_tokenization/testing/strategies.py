@@ -15,8 +15,10 @@ from ostinato_tokenization.testing.tiny import (
 
 try:
     from hypothesis import strategies as st
-except ImportError as error:
-    raise ImportError("strategies need hypothesis; install it with `uv add --dev hypothesis`") from error
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "hypothesis must be installed for strategies; run `pip install 'ostinato-tokenization[testing]'`", name=error.name
+    ) from error
 
 _CONTROL = (*TINY_SPECIAL_TOKENS, *TINY_TAG_TOKENS, *SAMPLE_TOKENS)
 
