@@ -95,4 +95,4 @@ def test_strategies_name_what_they_need():
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=dict(os.environ)
     )
-    assert "uv add --dev hypothesis" in done.stdout
+    assert "ostinato-tokenization[testing]" in done.stdout

@@ -17,7 +17,8 @@ try:
     from hypothesis import strategies as st
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "hypothesis must be installed for strategies; run `pip install 'ostinato-tokenization[testing]'`", name=error.name
+        "hypothesis must be installed for strategies; run `pip install 'ostinato-tokenization[testing]'`",
+        name=error.name,
     ) from error
 
 _CONTROL = (*TINY_SPECIAL_TOKENS, *TINY_TAG_TOKENS, *SAMPLE_TOKENS)
