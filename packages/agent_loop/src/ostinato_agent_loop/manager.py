@@ -76,7 +76,7 @@ class AgentLoopManager:
             tokens=tokens,
             config=config.multi_turn,
             budget=budget,
-            tools=_executor(config.multi_turn) if tools is None else tools,
+            tools=make_tool_executor(config.multi_turn) if tools is None else tools,
             parser=get_parser(config.multi_turn.format),
         )
         self._workers = [
@@ -209,8 +209,12 @@ def load_manager_class(config: AgentConfig) -> type[AgentLoopManager]:
     return import_class(config.agent_loop_manager_class, AgentLoopManager, "agent.agent_loop_manager_class")
 
 
-def _executor(config: MultiTurnConfig) -> ToolExecutor:
-    """Make the executor that the settings describe; without `enable` it has no tools."""
+def make_tool_executor(config: MultiTurnConfig) -> ToolExecutor:
+    """Return the executor that the settings describe; without `enable` it has no tools.
+
+    Raises:
+        ToolError: The files that the settings name cannot be loaded.
+    """
     if config.enable:
         registry = load_tools(config.tool_config_path, config.function_tool_path)
     else:

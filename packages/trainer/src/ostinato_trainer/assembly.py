@@ -13,14 +13,14 @@ from typing import Any
 
 import msgspec
 
-from ostinato_agent_loop import AgentLoopManager, agent_loop_class, load_manager_class
+from ostinato_agent_loop import AgentLoopManager, agent_loop_class, load_manager_class, make_tool_executor
 from ostinato_agent_loop.rows import row_tool_selection
 from ostinato_engines import AsyncServerBase
 from ostinato_engines.device import pick_device, seed_all
 from ostinato_engines.loading import load_server_class
 from ostinato_rollout import ServerPool, SessionBudget
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens
-from ostinato_tools import ToolExecutor, load_tools
+from ostinato_tools import ToolExecutor
 from ostinato_trainer.chat_template import chat_template_text, write_chat_template
 from ostinato_trainer.checkpoint import CheckpointManager, check_root
 from ostinato_trainer.config import Config
@@ -70,7 +70,7 @@ async def _run(config: Config, callbacks: Sequence[TrainerCallback]) -> None:
     seed_all(config.trainer.seed)
     model = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model)
-    tools = build_tools(config)
+    tools = make_tool_executor(config.actor_rollout_ref.rollout.multi_turn)
     rewards = RewardManager(config.reward, tokenizer)
     pool = ServerPool([build_server(config)])
     manager = build_manager(config, tokenizer, pool, tools, rewards)
@@ -101,20 +101,6 @@ async def _run(config: Config, callbacks: Sequence[TrainerCallback]) -> None:
             callbacks=[_StepFunction(loggers.log), *callbacks],
         )
         await PPOTrainer(config, parts, total_steps=total_steps).fit()
-
-
-def build_tools(config: Config) -> ToolExecutor:
-    """The executor over the tools that the configuration names; one for dataset and rollout."""
-    multi_turn = config.actor_rollout_ref.rollout.multi_turn
-    registry = (
-        load_tools(multi_turn.tool_config_path, multi_turn.function_tool_path) if multi_turn.enable else load_tools()
-    )
-    return ToolExecutor(
-        registry,
-        timeout_s=multi_turn.tool_timeout_s,
-        max_response_length=multi_turn.max_tool_response_length,
-        truncate_side=multi_turn.tool_response_truncate_side,
-    )
 
 
 def build_datasets(
