@@ -31,7 +31,7 @@ from unittest.mock import patch
 from transformers import AutoTokenizer
 
 from benchmarks.peers import PEERS, python_of
-from ostinato_tokenization import ChatTokenizer, ContinuousTokens
+from ostinato_tokenization import ChatTokenizer, ContinuousTokens, TokenLedger
 
 TURNS = 64
 BLOCK = 4
@@ -234,6 +234,26 @@ def compare(name: str, folder: Path, template: str, peers: list[Peer], rounds: i
     return figures, equal
 
 
+Case = tuple[TokenLedger, list[dict], list[dict]]
+"""A ledger, the conversation with the answer to come, and the tools it is shown."""
+
+
+def median_turns(side: Side, said: list[int], texts: list[str], cases: Sequence[Case]) -> list[float]:
+    """Median seconds of a tool turn behind each case; the cases take turns, and every turn is taken back."""
+    seconds: list[list[float]] = [[] for _ in cases]
+    order = list(enumerate(cases))
+    for number in range(6 * TURNS):
+        new = [{"role": "tool", "content": texts[number % len(texts)]}]
+        for place, (ledger, messages, tools) in order if number % 2 else order[::-1]:
+            mark = ledger.mark()
+            started = time.perf_counter()
+            side.tokens.merge_assistant_tokens(ledger, said, None)
+            side.tokens.merge_context_messages(ledger, messages, new, tools)
+            seconds[place].append(time.perf_counter() - started)
+            ledger.truncate(mark)
+    return [statistics.median(taken) for taken in seconds]
+
+
 def growth(side: Side, texts: list[str]) -> float:
     """Time per turn behind a long history over that behind a short one; the two take turns."""
     tools = schemas(1)
@@ -249,17 +269,8 @@ def growth(side: Side, texts: list[str]) -> float:
             side.tokens.merge_assistant_tokens(ledger, said, None)
             side.tokens.merge_context_messages(ledger, messages, new, tools)
             messages.extend(new)
-        cases.append((ledger, [*messages, assistant], []))
-    for number in range(6 * TURNS):
-        new = [{"role": "tool", "content": texts[number % len(texts)]}]
-        for ledger, messages, seconds in cases if number % 2 else cases[::-1]:
-            mark = ledger.mark()
-            started = time.perf_counter()
-            side.tokens.merge_assistant_tokens(ledger, said, None)
-            side.tokens.merge_context_messages(ledger, messages, new, tools)
-            seconds.append(time.perf_counter() - started)
-            ledger.truncate(mark)
-    short, long = (statistics.median(seconds) for _, _, seconds in cases)
+        cases.append((ledger, [*messages, assistant], tools))
+    short, long = median_turns(side, said, texts, cases)
     print(
         f"{1e6 * short:.0f} us a turn behind {HISTORY[0]} tokens, {1e6 * long:.0f} us behind {HISTORY[1]}", flush=True
     )
@@ -270,17 +281,10 @@ def tools_ratio(side: Side, texts: list[str]) -> float:
     """Time per turn with many tool schemas over that with one; the two take turns."""
     said = [*side.tokenizer.encode_text("I look."), side.tokenizer.eos_token_id]
     messages = [{"role": "user", "content": "Find out."}, {"role": "assistant", "content": "I look."}]
-    cases = [(schemas(count), side.tokens.build_initial_tokens(messages[:1], schemas(count)), []) for count in (1, 20)]
-    for number in range(6 * TURNS):
-        new = [{"role": "tool", "content": texts[number % len(texts)]}]
-        for tools, ledger, seconds in cases if number % 2 else cases[::-1]:
-            mark = ledger.mark()
-            started = time.perf_counter()
-            side.tokens.merge_assistant_tokens(ledger, said, None)
-            side.tokens.merge_context_messages(ledger, messages, new, tools)
-            seconds.append(time.perf_counter() - started)
-            ledger.truncate(mark)
-    one, many = (statistics.median(seconds) for _, _, seconds in cases)
+    cases = [
+        (side.tokens.build_initial_tokens(messages[:1], schemas(count)), messages, schemas(count)) for count in (1, 20)
+    ]
+    one, many = median_turns(side, said, texts, cases)
     return many / one
 
 
