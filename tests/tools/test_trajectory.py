@@ -19,10 +19,13 @@ from ostinato_tools import (
     ToolClosedError,
     ToolConfigError,
     ToolExecutor,
+    ToolFailedError,
     ToolInfrastructureError,
+    ToolRateLimitedError,
     ToolRegistry,
     ToolResponse,
     ToolRewardError,
+    ToolTimeoutError,
     UnknownToolError,
     function_tool,
 )
@@ -258,6 +261,26 @@ async def test_a_failed_create_is_tried_again() -> None:
     assert sorted(instance for event, instance in journal if event == "release") == ["t/m", "t/m/2", "t/m/3"]
 
 
+async def test_tools_of_one_trajectory_share_a_scope() -> None:
+    """The tool instances of a trajectory find one dict in `trajectory_scope`; another trajectory has another."""
+    scopes: dict[str, list] = {}
+
+    class Scoped(CounterTool):
+        async def create(self, instance_id: str | None = None, *, start: int = 0, **create_kwargs) -> None:
+            scopes.setdefault((instance_id or "").split("/")[0], []).append(self.trajectory_scope)
+
+    registry = ToolRegistry()
+    registry.add_class(Scoped, tool_schema=make_schema("a"))
+    registry.add_class(Scoped, tool_schema=make_schema("b"))
+    executor = ToolExecutor(registry)
+    async with executor.open("t") as first, executor.open("u") as second:
+        await first.run([make_call("a"), make_call("b")])
+        await second.run([make_call("a")])
+    assert scopes["t"][0] is scopes["t"][1]
+    assert scopes["t"][0] is not scopes["u"][0]
+    assert all(isinstance(scope, dict) for group in scopes.values() for scope in group)
+
+
 async def test_cancellation_passes_through() -> None:
     """A cancelled trajectory is cancelled: no outcome pretends otherwise, and the running tool is cancelled too."""
     ended = []
@@ -346,10 +369,16 @@ async def test_whatever_a_tool_raises_is_its_outcome(error: BaseException, async
 
 @pytest.mark.parametrize(
     ("error", "kind"),
-    [(ToolArgumentError("no such city"), "bad_arguments"), (ToolInfrastructureError("no network"), "infrastructure")],
+    [
+        (ToolArgumentError("no such city"), "bad_arguments"),
+        (ToolFailedError("no such file"), "tool_error"),
+        (ToolTimeoutError("no answer within 3 s"), "timeout"),
+        (ToolRateLimitedError("too many"), "rate_limited"),
+        (ToolInfrastructureError("no network"), "infrastructure"),
+    ],
 )
 async def test_tools_can_say_whose_fault_it_is(error: Exception, kind: str) -> None:
-    """Two errors let a tool class its failure itself."""
+    """A tool classes its failure itself by the error that it raises."""
 
     async def fails() -> str:
         raise error

@@ -16,6 +16,10 @@ class BaseTool(ABC):
     for its schema: so `__init__` should acquire nothing.
     """
 
+    trajectory_scope: dict | None = None
+    """Shared by all tool instances of one trajectory and by nobody else, for what they hold together; set by the executor
+    before `create`, None without an executor. A tool keeps its entries under keys of its own."""
+
     def __init__(self, config: dict, tool_schema: dict) -> None:
         """Keep the configuration and the schema.
 

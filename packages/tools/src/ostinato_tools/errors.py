@@ -45,6 +45,18 @@ class ToolArgumentError(ToolError, ValueError):
     """Raised *by tools*: the model's arguments make no sense. The model reads the message; no traceback is logged."""
 
 
+class ToolFailedError(ToolError, RuntimeError):
+    """Raised *by tools*: the call failed, and the tool says why. The model reads the message; no traceback is logged."""
+
+
+class ToolTimeoutError(ToolError, TimeoutError):
+    """Raised *by tools*: what the tool waited for did not come in time. The model reads the message."""
+
+
+class ToolRateLimitedError(ToolError, RuntimeError):
+    """Raised *by tools*: whoever serves the tool refused the call because there were too many. The model reads the message."""
+
+
 class ToolInfrastructureError(ToolError, RuntimeError):
     """Raised *by tools*: what the tool stands on is broken, which is nobody's mistake in the conversation."""
 

@@ -16,8 +16,11 @@ from ostinato_tools.deadline import DeadlineExceeded, run_bounded, stop
 from ostinato_tools.errors import (
     ToolArgumentError,
     ToolClosedError,
+    ToolFailedError,
     ToolInfrastructureError,
+    ToolRateLimitedError,
     ToolRewardError,
+    ToolTimeoutError,
 )
 from ostinato_tools.registry import ToolDefinition
 from ostinato_tools.responses import ToolResponse, normalize_result, truncate
@@ -27,6 +30,13 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 _NO_KWARGS: Mapping[str, Any] = {}
+_SPOKEN = {
+    ToolArgumentError: OutcomeKind.BAD_ARGUMENTS,
+    ToolFailedError: OutcomeKind.TOOL_ERROR,
+    ToolTimeoutError: OutcomeKind.TIMEOUT,
+    ToolRateLimitedError: OutcomeKind.RATE_LIMITED,
+}
+"""Errors by which a tool speaks to the model: their text is for it, and nothing is logged."""
 
 
 class _Slot:
@@ -72,6 +82,7 @@ class TrajectoryTools:
         self._slots: dict[str, _Slot] = {}
         self._begun: list[tuple[str, BaseTool, str]] = []
         self._running: set[asyncio.Task] = set()
+        self._scope: dict = {}
         self._open: bool | None = None
 
     async def __aenter__(self) -> "TrajectoryTools":
@@ -220,6 +231,7 @@ class TrajectoryTools:
         try:
             self._require_open()
             tool = definition.make()
+            tool.trajectory_scope = self._scope
             self._begun.append((name, tool, instance_id))
             coroutine = _create(tool, instance_id, self._kwargs(name, "create_kwargs"))
             await run_bounded(coroutine, self._executor.timeout_s, f"create of {name}", self._running)
@@ -240,9 +252,10 @@ class TrajectoryTools:
             return await run_bounded(coroutine, timeout_s, f"tool {name}", self._running)
         except DeadlineExceeded:
             raise _Failed(OutcomeKind.TIMEOUT, f"Error: {name} did not finish within {timeout_s} s.") from None
-        except ToolArgumentError as error:
-            raise _Failed(OutcomeKind.BAD_ARGUMENTS, f"Error: {error}") from None
         except Exception as error:  # the tool's code: its failure belongs to this call alone
+            for spoken, kind in _SPOKEN.items():
+                if isinstance(error, spoken):
+                    raise _Failed(kind, f"Error: {error}") from None
             self._log("execute", name, error)
             broken = isinstance(error, ToolInfrastructureError)
             kind = OutcomeKind.INFRASTRUCTURE if broken else OutcomeKind.TOOL_ERROR
