@@ -41,6 +41,10 @@ class UnknownParserError(ToolError, LookupError):
     """A parser was asked for by a name that is not known."""
 
 
+class ParserInputError(ToolError, ValueError):
+    """A parser or a stream was given something that it cannot work with; the sampled text itself is never refused."""
+
+
 class ToolArgumentError(ToolError, ValueError):
     """Raised *by tools*: the model's arguments make no sense. The model reads the message; no traceback is logged."""
 

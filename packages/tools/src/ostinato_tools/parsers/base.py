@@ -21,6 +21,68 @@ class ParsedTurn(msgspec.Struct, frozen=True):
     """What is wrong with the turn and belongs to no call: an unclosed call or reasoning, a closing tag without an opening."""
 
 
+class ContentDelta(msgspec.Struct, frozen=True):
+    """More of the content."""
+
+    text: str
+
+
+class ReasoningDelta(msgspec.Struct, frozen=True):
+    """More of the reasoning; empty where it only begins."""
+
+    text: str
+
+
+class CallDelta(msgspec.Struct, frozen=True):
+    """A call that has ended, well or with an error. Half a call is never shown, since it may yet turn out malformed."""
+
+    call: ToolCall
+
+
+class ErrorDelta(msgspec.Struct, frozen=True):
+    """Something is wrong with the turn."""
+
+    message: str
+
+
+Delta = ContentDelta | ReasoningDelta | CallDelta | ErrorDelta
+"""What a stream tells. The deltas of a turn, put together, are the turn (see `assemble`)."""
+
+
+def assemble(deltas: Sequence[Delta]) -> ParsedTurn:
+    """Put the deltas of a turn together."""
+    content: list[str] = []
+    reasoning: list[str] = []
+    calls: list[ToolCall] = []
+    errors: dict[str, None] = {}
+    for delta in deltas:
+        if isinstance(delta, ContentDelta):
+            content.append(delta.text)
+        elif isinstance(delta, ReasoningDelta):
+            reasoning.append(delta.text)
+        elif isinstance(delta, CallDelta):
+            calls.append(delta.call)
+        else:
+            errors[delta.message] = None
+    return ParsedTurn("".join(content), "".join(reasoning) if reasoning else None, tuple(calls), tuple(errors))
+
+
+class TurnStream(Protocol):
+    """A turn that is parsed while it is sampled."""
+
+    def feed(self, text: str) -> list[Delta]:
+        """Take more of the text and return what has become certain by it."""
+        ...
+
+    def finish(self) -> ParsedTurn:
+        """The text has ended: return the whole turn. `drain` then gives the last deltas."""
+        ...
+
+    def drain(self) -> list[Delta]:
+        """Return what has become certain and was not returned before."""
+        ...
+
+
 class ToolParser(Protocol):
     """A format in which models write calls. Takes linear time on any text and raises for none."""
 
@@ -35,7 +97,7 @@ class ToolParser(Protocol):
         tools: Sequence[dict] | None = None,
         *,
         id_prefix: str = "call_",
-        end_tokens: Sequence[str] = (),
+        end_tokens: Sequence[str] | None = None,
         in_reasoning: bool = False,
     ) -> ParsedTurn:
         """Take a turn apart.
@@ -44,9 +106,20 @@ class ToolParser(Protocol):
             text: The sampled text, special tokens included.
             tools: OpenAI-style schemas, for formats whose arguments carry no types.
             id_prefix: Call ids are this and a number from 0; give each turn of a trajectory its own.
-            end_tokens: Tokens, as text, that are taken off the end.
+            end_tokens: Tokens, as text, that are taken off the end; None for the usual ones of the format.
             in_reasoning: The prompt ended inside reasoning, so the text begins there.
         """
+        ...
+
+    def stream(
+        self,
+        tools: Sequence[dict] | None = None,
+        *,
+        id_prefix: str = "call_",
+        end_tokens: Sequence[str] | None = None,
+        in_reasoning: bool = False,
+    ) -> TurnStream:
+        """Begin to take a turn apart that is being sampled; the arguments are those of `parse`."""
         ...
 
 

@@ -1,0 +1,167 @@
+"""What a format supplies, and what all formats share: reasoning, content, stray tags, whole texts and streams.
+
+A format is one module with one class. Most derive from `TagFormat` and supply `openers` (the tags at which a call, or a
+section of calls, begins) and `read_call`, a grammar that reads from `turn.position`, right behind the opener, adds what it
+finds with `turn.add_call` and `turn.add_error`, and leaves `turn.position` where content goes on. A format without such
+tags derives from `Format` and supplies the grammar of a whole turn.
+
+Time must be linear on any text. A broken call should end where it broke, not at the end of the text: see `JsonRun` and
+`JsonValue`. If openers cannot stand outside of a string in what is scanned, at most two scans cover the same text: of two
+that are under way at one place, one is in a string where the other is not (a backslash outside of a string ends a scan, so
+every quote toggles both), and where a third would begin, at an opener, one of the two ends.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from ostinato_tools.parsers.base import CallDelta, ErrorDelta, ParsedTurn, TurnStream, strip_end_tokens
+from ostinato_tools.parsers.scanning import Tags
+from ostinato_tools.parsers.streaming import GrammarStream
+from ostinato_tools.parsers.turn import Steps, Turn
+
+
+class Format(ABC):
+    """A format: a `ToolParser` made from a grammar."""
+
+    name: str
+    """The name under which `get_parser` knows it."""
+    stop_tokens: tuple[str, ...] = ()
+    """Tokens, as text, that must end generation besides the template's own."""
+    end_tokens: tuple[str, ...] = ()
+    """Tokens, as text, that are usually taken off the end; none may be part of another."""
+    is_json: bool = True
+    """Whether arguments are JSON; else they are text that is typed by schema."""
+
+    def parse(
+        self,
+        text: str,
+        tools: Sequence[dict] | None = None,
+        *,
+        id_prefix: str = "call_",
+        end_tokens: Sequence[str] | None = None,
+        in_reasoning: bool = False,
+        late_reasoning: bool = True,
+    ) -> ParsedTurn:
+        """Take a turn apart; see `ToolParser.parse`.
+
+        Args:
+            text: The sampled text, special tokens included.
+            tools: OpenAI-style schemas, for formats whose arguments carry no types.
+            id_prefix: Call ids are this and a number from 0; give each turn of a trajectory its own.
+            end_tokens: Tokens, as text, that are taken off the end; None for those of the format.
+            in_reasoning: The prompt ended inside reasoning, so the text begins there.
+            late_reasoning: A closing tag of reasoning that nothing opened makes everything before it reasoning, as if
+                `in_reasoning` had been given. Else it is an error.
+        """
+        tokens = self.end_tokens if end_tokens is None else end_tokens
+        turn = Turn(
+            strip_end_tokens(text, tokens),
+            ended=True,
+            tools=tools,
+            id_prefix=id_prefix,
+            in_reasoning=in_reasoning,
+            late_reasoning=late_reasoning,
+        )
+        next(self.grammar(turn), None)
+        return turn.parsed()
+
+    def stream(
+        self,
+        tools: Sequence[dict] | None = None,
+        *,
+        id_prefix: str = "call_",
+        end_tokens: Sequence[str] | None = None,
+        in_reasoning: bool = False,
+        late_reasoning: bool = False,
+    ) -> TurnStream:
+        """Begin to parse a turn that is being sampled. The arguments are those of `parse`.
+
+        With `late_reasoning` nothing is certain, so nothing is told, before reasoning begins or the text ends; therefore
+        it is off here unless asked for. Either way the finished turn is that of `parse` with the same arguments.
+
+        Raises:
+            ParserInputError: an end token is part of another one.
+        """
+        turn = Turn(
+            "",
+            ended=False,
+            tools=tools,
+            id_prefix=id_prefix,
+            in_reasoning=in_reasoning,
+            late_reasoning=late_reasoning,
+        )
+        return GrammarStream(self.grammar, turn, self.end_tokens if end_tokens is None else end_tokens)
+
+    @abstractmethod
+    def grammar(self, turn: Turn) -> Steps[None]:
+        """Take a turn apart."""
+
+
+class TagFormat(Format):
+    """A format in which tags set off reasoning and calls from content."""
+
+    openers: tuple[str, ...]
+    """Tags at which a call, or a section of calls, begins."""
+    closers: tuple[str, ...] = ()
+    """Tags that close what `openers` open: anywhere else they are an error (and content)."""
+    reasoning_tags: tuple[tuple[str, str], ...] = (("<think>", "</think>"),)
+    """Opening and closing tags of reasoning."""
+
+    def __init__(self) -> None:
+        self._closing = dict(self.reasoning_tags)
+        self._reasoning_openers = Tags(*self._closing) if self._closing else None
+        self._end_reasoning = {closing: Tags(closing) for closing in self._closing.values()}
+        self._tags = Tags(*self.openers, *self.closers, *self._closing, *self._end_reasoning)
+
+    @abstractmethod
+    def read_call(self, turn: Turn, opener: str) -> Steps[None]:
+        """Read what begins with `opener`, which ends at `turn.position`, and leave `turn.position` behind it."""
+
+    def grammar(self, turn: Turn) -> Steps[None]:
+        """Take a turn apart; the same for all formats of this kind."""
+        if turn.in_reasoning and self._reasoning_openers is not None:
+            turn.position = yield from turn.skip_space(0)
+            opener = yield from turn.tag_at(self._reasoning_openers, turn.position)
+            turn.position = turn.position + len(opener) if opener else 0
+            yield from self._read_reasoning(turn, self._closing[opener] if opener else self.reasoning_tags[0][1])
+        while tag := (yield from turn.content_until(self._tags)):
+            if tag in self._closing:
+                yield from self._read_reasoning(turn, self._closing[tag])
+            elif tag in self.openers:
+                yield from self._read_call(turn, tag)
+            elif tag in self._end_reasoning and turn.undecided:
+                self._reason_so_far(turn, tag, turn.position - len(tag))
+            else:
+                turn.add_error(f"{tag} closes nothing; write the opening tag first")
+                turn.keep()
+
+    def _read_reasoning(self, turn: Turn, closing: str) -> Steps[None]:
+        if not (yield from turn.reasoning_until(self._end_reasoning[closing])):
+            turn.add_error(f"the reasoning is never closed; write {closing} before the answer or a call")
+        turn.begin_content("\n")
+
+    def _read_call(self, turn: Turn, opener: str) -> Steps[None]:
+        start, num_before = turn.position, len(turn.deltas)
+        yield from self.read_call(turn, opener)
+        if turn.undecided and any(map(_is_fault, turn.deltas[num_before:])):
+            # A broken draft may be one in reasoning that the prompt opened: then the reasoning's end lies inside of it.
+            ends = [(turn.text.find(tag, start, turn.position), tag) for tag in self._end_reasoning]
+            if found := [end for end in ends if end[0] >= 0]:
+                at, tag = min(found)
+                self._reason_so_far(turn, tag, at)
+                return
+        turn.begin_content()
+
+    def _reason_so_far(self, turn: Turn, tag: str, end: int) -> None:
+        turn.reason_so_far(end)
+        turn.position = end + len(tag)
+        turn.begin_content("\n")
+
+
+def _is_fault(delta: object) -> bool:
+    return type(delta) is ErrorDelta or (type(delta) is CallDelta and delta.call.error is not None)
+
+
+def unclosed(excerpt: str, closing: str) -> str:
+    """Say that a call which begins with `excerpt` is never closed by `closing`."""
+    return f"a tool call is never closed: {excerpt.strip()!r}; write {closing} at its end"
