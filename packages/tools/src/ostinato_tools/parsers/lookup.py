@@ -4,9 +4,19 @@ from collections.abc import Callable
 
 from ostinato_tools.errors import UnknownParserError
 from ostinato_tools.parsers.base import ToolParser
+from ostinato_tools.parsers.glm import GlmParser
 from ostinato_tools.parsers.hermes import HermesParser
+from ostinato_tools.parsers.minimax import MiniMaxParser
+from ostinato_tools.parsers.qwen3_coder import Qwen3CoderParser
+from ostinato_tools.parsers.seed_oss import SeedOssParser
 
-PARSERS: dict[str, Callable[[], ToolParser]] = {"hermes": HermesParser}
+PARSERS: dict[str, Callable[[], ToolParser]] = {
+    "glm": GlmParser,
+    "hermes": HermesParser,
+    "minimax": MiniMaxParser,
+    "qwen3_coder": Qwen3CoderParser,
+    "seed_oss": SeedOssParser,
+}
 """Name to factory. Add a format of your own here, or pass your parser object directly where a parser is taken."""
 
 

@@ -1,66 +1,27 @@
-"""Formats in which every argument is text between tags: `<parameter=path>\\n/tmp/a\\n</parameter>`.
+r"""Formats in which every argument is text between tags: `<parameter=path>\n/tmp/a\n</parameter>`.
 
 Such text has no escapes, so a value may hold what looks like a tag. What a tag is, is therefore decided by what follows:
-a value ends at its closing tag only if the next parameter or the end of the call comes next; any other closing tag in a
-value is part of the value. A whole call inside of a value (an example, say) is part of the value, too: calls nest, and only
-outermost ones are calls. If an outer one is never closed, it is an error and those inside of it are calls after all: a
-call that lacks its end does not take the next one with it.
+a value ends at its closing tag only if the next parameter or the end of the call comes next; any other tag in a value is
+part of the value. A whole call inside of a value (an example, say) is part of the value, too: calls nest, and only the
+outermost are calls. If an outer one is never closed, it is an error, and those inside of it are calls after all: a call
+that lacks its end does not take the next one with it.
 
-What stays ambiguous, for no reader could know: a value that holds a closing tag followed by the format's own next tag is
-read as ending there. A parameter that is then there twice makes the call an error.
+What stays ambiguous, for no reader could know: a value that holds its closing tag followed by the tag that comes next in
+the format is read as ending there. A parameter that is then there twice makes the call an error.
 
 Every text is read once, whatever nests in what: open calls are kept on a stack.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ostinato_tools.parsers.grammar import TagFormat
+from ostinato_tools.parsers.grammar import TagFormat, unclosed
 from ostinato_tools.parsers.scanning import Tags
 from ostinato_tools.parsers.schema_types import ParameterTypes
 from ostinato_tools.parsers.turn import Steps, Turn
 
-
-class _Next(Enum):
-    """What can follow an opened call, a value or a call."""
-
-    PARAMETER = auto()
-    CALL = auto()
-    END = auto()
-
-
-class _Follow(NamedTuple):
-    """What follows, up to where."""
-
-    what: _Next
-    position: int
-    name: str = ""  # of the parameter or of the call
-    call_end: int = 0  # where the arguments of the call that ends before a CALL or END end
-
-
-class _Found(NamedTuple):
-    """A call with its arguments as text; one with an error is malformed."""
-
-    name: str
-    values: tuple[tuple[str, str], ...]
-    raw: str
-    error: str | None = None
-
-
-@dataclass(slots=True)
-class _Section:
-    """What stands, or begins to stand, between `begin` and `end`."""
-
-    name: str = ""
-    raw_start: int = 0
-    values: list[tuple[str, str]] = field(default_factory=list)
-    key: str | None = None  # of the value that is being read; None between values
-    value_start: int = 0
-    bare_end: int = -1  # behind an `end` inside of this value: there the section ends if it has no better end
-    calls: list[_Found] = field(default_factory=list)  # those that are complete
-    inner: list[_Found] = field(default_factory=list)  # those inside of this value
-    inner_end: int = 0
+_EXCERPT = 60
 
 
 class TaggedFormat(TagFormat):
@@ -68,11 +29,11 @@ class TaggedFormat(TagFormat):
 
     is_json = False
     begin: str
-    """Opens a section of calls, or a call."""
+    """Opens a section of calls."""
     end: str
     """Closes it."""
     call_tags: tuple[str, str, str]
-    """What stands before a call's name, behind it, and at the call's end."""
+    """What stands before a call's name, behind it, and at the end of the call."""
     parameter_tags: tuple[str, str, str]
     """What stands before a parameter's name, behind it, and behind its value."""
     shape: str
@@ -81,80 +42,231 @@ class TaggedFormat(TagFormat):
     def __init__(self) -> None:
         self.openers, self.closers = (self.begin,), (self.end,)
         super().__init__()
-        call, named, _ = self.call_tags
-        parameter, keyed, value_end = self.parameter_tags
-        self._inside = Tags(self.begin, self.end, value_end)
-        self._borders = Tags(*filter(None, (self.begin, self.end, call)))
-        self._name_ends = Tags(named or "<", "\n", *filter(None, (call,)), parameter) if named else Tags("<", "\n")
-        self._key_ends = Tags(*dict.fromkeys(filter(None, (keyed, "\n", call, parameter))))
-        self._alone = {tag: Tags(tag) for tag in (*self.call_tags, *self.parameter_tags, self.end) if tag}
-
-    # What a subclass may say otherwise
-
-    def read_name(self, turn: Turn, position: int) -> Steps[tuple[str, int]]:
-        """Return the name of the call that begins at `position`, and where it ends; ("", position) if none begins."""
-        return (yield from self._read_word(turn, position, self.call_tags, self._name_ends))
-
-    def read_key(self, turn: Turn, position: int) -> Steps[tuple[str, int]]:
-        """Return the name of the parameter that begins at `position`, and where its value begins; else ("", position)."""
-        return (yield from self._read_word(turn, position, self.parameter_tags, self._key_ends))
-
-    def value_text(self, text: str) -> str:
-        """Return a value as it was meant, from all that stands between its tags."""
-        return text
-
-    def value(self, types: ParameterTypes, key: str, text: str) -> object:
-        """Return the value that `text` means."""
-        return types.read(key, text)
-
-    # Reading
+        call, name_end, call_end = self.call_tags
+        parameter, key_end, value_end = self.parameter_tags
+        self.in_value = Tags(self.begin, self.end, value_end)
+        self.borders = Tags(self.begin, self.end, *filter(None, (call,)))
+        self.section_end = Tags(self.end)
+        self.call_end = Tags(call_end) if call_end else None
+        self._call = Tags(call) if call else None
+        self._parameter = Tags(parameter)
+        # A name ends at once: the search for its end stops at the next name or line, so that all searches are one pass.
+        self._name_end = Tags("\n", *filter(None, (name_end, call, parameter)))
+        self._key_end = Tags("\n", *filter(None, (key_end, call, parameter)))
 
     def read_call(self, turn: Turn, opener: str) -> Steps[None]:
         """Read the section that begins at the position."""
-        stack = [_Section(raw_start=turn.position)]
-        position = yield from turn.skip_space(turn.position)
-        stack[0].name, position = yield from self.read_name(turn, position)
-        if stack[0].name:
-            stack[0].raw_start = position
-        while True:
-            section = stack[-1]
-            if section.key is None:  # a call was opened
-                follow = (yield from self._follow(turn, position)) if section.name else None
-                if follow is not None:
-                    position = self._take(turn, section, follow)
-                elif len(stack) == 1:
-                    if (position := (yield from self._skip_broken(turn, section, position))) < 0:
-                        return
-                    continue
-                else:  # it was none, so it is text of the value that it stands in
-                    stack.pop()
-                    stack[-1].inner += section.calls
-                    continue
+        yield from _Reading(self, turn).read()
+
+    def read_name(self, turn: Turn, position: int) -> Steps[tuple[str, int]]:
+        """Return the name of the call that begins at `position`, and where the name's tag ends; "" if none begins."""
+        return (yield from _read_word(turn, position, self._call, self._name_end, self.call_tags))
+
+    def read_key(self, turn: Turn, position: int) -> Steps[tuple[str, int]]:
+        """Return the name of the parameter that begins at `position`, and where its value begins; "" if none begins."""
+        return (yield from _read_word(turn, position, self._parameter, self._key_end, self.parameter_tags))
+
+    def value_text(self, text: str) -> str:
+        """Return a value's text from all that stands between its tags."""
+        return text
+
+    def value(self, types: ParameterTypes, key: str, text: str) -> Any:
+        """Return the value that a text means."""
+        return types.read(key, text)
+
+
+def _read_word(
+    turn: Turn, position: int, opening: Tags | None, ends: Tags, tags: tuple[str, str, str]
+) -> Steps[tuple[str, int]]:
+    if opening is None or not (yield from turn.tag_at(opening, position)):
+        return "", position
+    start = position + len(tags[0])
+    tag, at = yield from turn.find(ends, start)
+    return (turn.text[start:at], at + len(tag)) if tag == tags[1] else ("", position)
+
+
+class _Next(Enum):
+    """What can follow a name or a value."""
+
+    PARAMETER = auto()
+    CALL = auto()
+    END = auto()
+
+
+class _Follow(NamedTuple):
+    """What follows, and where to go on behind it."""
+
+    what: _Next
+    position: int
+    name: str = ""
+    """Name of the parameter, or of the call."""
+    values_end: int = 0
+    """Where the parameters of the call before a CALL or END end."""
+
+
+class _Found(NamedTuple):
+    """A call that has an end, with its values as text."""
+
+    name: str
+    values: list[tuple[str, str]]
+    raw: str
+
+
+@dataclass(slots=True)
+class _Section:
+    """What stands behind a `begin` that has no `end` yet."""
+
+    name: str
+    start: int
+    """Where the parameters of the call under way begin."""
+    values: list[tuple[str, str]] = field(default_factory=list)
+    key: str | None = None
+    """Of the value under way; None between values."""
+    value_start: int = 0
+    bare_end: int = -1
+    """Where an `end` ends that stands in this value: the end of a call that lacks the value's closing tag, perhaps."""
+    calls: list[_Found] = field(default_factory=list)
+    """Calls before the one under way."""
+    inner: list[_Found] = field(default_factory=list)
+    """Calls in the value under way."""
+    inner_end: int = -1
+
+
+class _Reading:
+    """One section of calls, with those inside of its values."""
+
+    def __init__(self, tags: TaggedFormat, turn: Turn) -> None:
+        self.format, self.turn = tags, turn
+        self.position = turn.position
+        self.open: list[_Section] = []  # each inside of a value of the one before
+
+    def read(self) -> Steps[None]:
+        """Read it, and leave the turn behind it."""
+        yield from self._begin(self.position, is_inner=False)
+        while self.open:
+            if self.open[-1].key is not None:
+                yield from self._read_value(self.open[-1])
+            elif (follow := (yield from self._follow(self.position))) is not None and self.open[-1].name:
+                self._take(self.open[-1], follow)
+            elif len(self.open) == 1:
+                yield from self._skip(self.open[0])
+            else:  # it was no call, so it is text of the value in which it stands
+                dropped = self.open.pop()
+                self.open[-1].inner += dropped.calls
+
+    def _begin(self, position: int, *, is_inner: bool) -> Steps[None]:
+        """A section begins at `position`. One that is inner and has no name is text."""
+        name, start = yield from self.format.read_name(self.turn, (yield from self.turn.skip_space(position)))
+        if name or not is_inner:
+            self.open.append(_Section(name, start))
+            self.position = start
+
+    def _read_value(self, section: _Section) -> Steps[None]:
+        """Go on to the next tag that may matter to the value under way."""
+        turn = self.turn
+        tag, at = yield from turn.find(self.format.in_value, self.position)
+        self.position = at + len(tag)
+        if not tag:
+            self._give_up()
+        elif tag == self.format.begin:
+            yield from self._begin(self.position, is_inner=True)
+        elif tag == self.format.end:
+            if section.bare_end < 0:
+                section.bare_end = self.position
+        elif (follow := (yield from self._follow(self.position))) is not None:
+            assert section.key is not None
+            section.values.append((section.key, self.format.value_text(turn.text[section.value_start : at])))
+            section.key, section.bare_end, section.inner = None, -1, []
+            self._take(section, follow)
+
+    def _follow(self, position: int) -> Steps[_Follow | None]:
+        """Return what follows a name or a value that ends at `position`; None if what follows fits not."""
+        turn, tags = self.turn, self.format
+        values_end = yield from turn.skip_space(position)
+        key, start = yield from tags.read_key(turn, values_end)
+        if key:
+            return _Follow(_Next.PARAMETER, start, key)
+        position = values_end
+        if tags.call_end is not None:
+            tag = yield from turn.tag_at(tags.call_end, position)
+            if not tag:
+                return None
+            position = yield from turn.skip_space(position + len(tag))
+        if (yield from turn.tag_at(tags.section_end, position)):
+            return _Follow(_Next.END, position + len(tags.end), values_end=values_end)
+        if tags.call_end is None:
+            return None
+        name, start = yield from tags.read_name(turn, position)
+        return _Follow(_Next.CALL, start, name, values_end) if name else None
+
+    def _take(self, section: _Section, follow: _Follow) -> None:
+        """Go behind what follows."""
+        self.position = follow.position
+        if follow.what is _Next.PARAMETER:
+            section.key, section.value_start = follow.name, follow.position
+            return
+        raw = self.turn.text[section.start : follow.values_end]
+        section.calls.append(_Found(section.name, section.values, raw))
+        section.name, section.start, section.values = follow.name, follow.position, []
+        if follow.what is _Next.CALL:
+            return
+        self.open.pop()
+        if self.open:
+            self.open[-1].inner += section.calls
+            self.open[-1].inner_end = self.position
+        else:
+            self._tell(section.calls)
+            self.turn.position = self.position
+
+    def _skip(self, section: _Section) -> Steps[None]:
+        """The outermost call is broken behind its name: go to its end, or to the next call."""
+        turn, tags = self.turn, self.format
+        self._tell(section.calls)
+        section.calls = []
+        tag, at = yield from turn.find(tags.borders, self.position)
+        if tag in ("", tags.begin):
+            turn.add_error(unclosed(turn.text[section.start : at][:_EXCERPT], tags.end))
+            turn.position = at
+            self.open.clear()
+            return
+        got = turn.text[self.position : at][:_EXCERPT].strip() or "nothing"
+        where = f"behind the name {section.name}" if section.name else "where its name should be"
+        error = f"the tool call must be {tags.shape}, got {got!r} {where}; write it like that"
+        turn.add_call(section.name, None, turn.text[section.start : at], error)
+        if tag == tags.end:
+            turn.position = at + len(tag)
+            self.open.clear()
+            return
+        section.name, self.position = yield from tags.read_name(turn, at)
+        self.position = max(self.position, at + len(tag))
+        section.start = self.position
+
+    def _give_up(self) -> None:
+        """The text has ended in a value. Calls inside of a call that is never closed are calls."""
+        turn, tags = self.turn, self.format
+        for section in self.open:
+            self._tell(section.calls)
+            if section.bare_end >= 0:
+                raw = turn.text[section.start : section.bare_end - len(tags.end)]
+                closing = tags.parameter_tags[2]
+                error = f"the value of {section.key} of {section.name} is never closed; write {closing} behind it"
+                turn.add_call(section.name, None, raw, error)
             else:
-                tag, at = yield from turn.find(self._inside, position)
-                if not tag:
-                    self._give_up(turn, stack)
-                    return
-                position = at + len(tag)
-                if tag == self.begin:
-                    start = yield from turn.skip_space(position)
-                    name, start = yield from self.read_name(turn, start)
-                    if name:
-                        stack.append(_Section(name=name, raw_start=start))
-                        position = start
-                elif tag == self.end:
-                    if section.bare_end < 0:
-                        section.bare_end = position
-                elif (follow := (yield from self._follow(turn, position))) is not None:
-                    section.values.append((section.key, self.value_text(turn.text[section.value_start : at])))
-                    section.key, section.bare_end, section.inner = None, -1, []
-                    position = self._take(turn, section, follow)
+                turn.add_error(unclosed(turn.text[section.start : section.start + _EXCERPT], tags.end))
+            self._tell(section.inner)
+        last = self.open[-1]
+        resume = max(last.bare_end, last.inner_end)
+        turn.position = resume if resume >= 0 else len(turn.text)
+        self.open.clear()
+
+    def _tell(self, calls: list[_Found]) -> None:
+        for name, values, raw in calls:
+            types = self.turn.types.of(name)
+            arguments = {key: self.format.value(types, key, text) for key, text in values}
+            if len(arguments) == len(values):
+                self.turn.add_call(name, arguments, raw)
                 continue
-            if follow.what is _Next.END:
-                stack.pop()
-                if not stack:
-                    self._tell(turn, section.calls)
-                    turn.position = position
-                    return
-                stack[-1].inner += section.calls
-                stack[-1].inner_end = position
+            keys = [key for key, _ in values]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            error = f"the parameters of {name} must each be there once, got {twice} more often; write each once"
+            self.turn.add_call(name, None, raw, error)
