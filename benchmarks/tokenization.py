@@ -1,6 +1,7 @@
 """Ours against the fastest peer, turn by turn: `uv run python -m benchmarks.tokenization [--rounds N] [--shared DIR]`.
 
-Conversations of 64 tool turns, each with a result of 187 tokens, of prose or of source code, no text twice. Peers run in
+Conversations of 64 tool turns of 187 tokens (what the assistant says, what the template writes, and a result that fills up
+the rest), the results of prose or of source code, no text twice. Peers run in
 environments of their own (`uv run python -m benchmarks.peers`) and take turns with ours, four conversations at a time;
 figures are medians over all turns but those of the first four conversations, which warm everybody. The ids at the end must be
 those of transformers for the whole conversation: a peer that has others is left out, saying so, and `ids_equal` says that
@@ -35,7 +36,7 @@ from ostinato_tokenization import ChatTokenizer, ContinuousTokens, TokenLedger
 
 TURNS = 64
 BLOCK = 4
-RESULT_TOKENS = 187
+TURN_TOKENS = 187
 HISTORY = (1024, 262_144)
 LLAMA2_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}"
@@ -75,16 +76,13 @@ def corpus(kind: str) -> str:
     return "\n\n".join(path.read_text(encoding="utf-8") for path in sources)
 
 
-def results(reference, kind: str, count: int) -> list[str]:
-    """Texts of 187 tokens that begin and end as words do."""
-    ids = reference.encode(corpus(kind)[: 12 * RESULT_TOKENS * count], add_special_tokens=False)
+def results(reference, kind: str, count: int, length: int) -> list[str]:
+    """Texts of about `length` tokens that begin and end as words do."""
+    ids = reference.encode(corpus(kind)[: 12 * length * count], add_special_tokens=False)
     found: list[str] = []
-    for start in range(0, len(ids) - RESULT_TOKENS, RESULT_TOKENS):
-        text = reference.decode(ids[start : start + RESULT_TOKENS]).strip()
-        if (
-            len(reference.encode(text, add_special_tokens=False)) in range(RESULT_TOKENS - 4, RESULT_TOKENS + 1)
-            and "<|" not in text
-        ):
+    for start in range(0, len(ids) - length, length):
+        text = reference.decode(ids[start : start + length]).strip()
+        if len(reference.encode(text, add_special_tokens=False)) in range(length - 4, length + 1) and "<|" not in text:
             found.append(text)
     return found[:count]
 
@@ -151,32 +149,46 @@ class Peer:
         self._process.wait(timeout=60)
 
 
+CALL = {"id": "call00001", "type": "function", "function": {"name": "search_0", "arguments": {"query": "clue"}}}
+ASSISTANT = {"role": "assistant", "content": "I look.", "reasoning_content": "The log may say.", "tool_calls": [CALL]}
+OPENING = [{"role": "user", "content": "Find out why the build fails, and mend it."}]
+
+
+def result_message(text: str) -> dict:
+    """A tool's answer to what the assistant asks in every turn."""
+    return {"role": "tool", "name": "search_0", "tool_call_id": "call00001", "content": text}
+
+
+def spoken_ids(side: Side) -> tuple[list[int], list[int]]:
+    """The ids of the first prompt, and those that the assistant says in every turn."""
+    first = side.tokens.build_initial_tokens(OPENING, schemas(1)).token_ids
+    spoken = side.tokenizer.encode_chat([*OPENING, ASSISTANT], schemas(1), add_generation_prompt=False)[len(first) :]
+    end = next(place for place, token_id in enumerate(spoken) if token_id in side.tokenizer.stop_token_ids) + 1
+    return first, spoken[:end]
+
+
+def room_for_result(side: Side) -> int:
+    """How many tokens a turn's result has."""
+    _, said = spoken_ids(side)
+    ledger = side.tokens.build_initial_tokens(OPENING, schemas(1))
+    side.tokens.merge_assistant_tokens(ledger, said, None)
+    added = side.tokens.merge_context_messages(ledger, [*OPENING, ASSISTANT], [result_message("x")], schemas(1))
+    return TURN_TOKENS - len(said) - added + 1
+
+
 def write_conversation(path: Path, side: Side, reference, texts: list[str]) -> str:
     """A conversation in which the assistant says, as ids, what the template writes for its messages.
 
     Returns:
         The hash of the ids that transformers gives for it as a whole.
     """
-    tools = schemas(1)
-    messages = [{"role": "user", "content": "Find out why the build fails, and mend it."}]
-    call = {"id": "call00001", "type": "function", "function": {"name": "search_0", "arguments": {"query": "clue"}}}
-    said = {"role": "assistant", "content": "I look.", "reasoning_content": "The log may say.", "tool_calls": [call]}
-    first = side.tokens.build_initial_tokens(messages, tools).token_ids
-    spoken = side.tokenizer.encode_chat([*messages, said], tools, add_generation_prompt=False)[len(first) :]
-    end = next(place for place, token_id in enumerate(spoken) if token_id in side.tokenizer.stop_token_ids) + 1
-    turns = [
-        {
-            "ids": spoken[:end],
-            "message": said,
-            "new": [{"role": "tool", "name": "search_0", "tool_call_id": "call00001", "content": text}],
-        }
-        for text in texts
-    ]
-    conversation = {"messages": messages, "tools": tools, "ids": first, "turns": turns}
+    first, said = spoken_ids(side)
+    turns = [{"ids": said, "message": ASSISTANT, "new": [result_message(text)]} for text in texts]
+    conversation = {"messages": OPENING, "tools": schemas(1), "ids": first, "turns": turns}
     path.write_text(json.dumps(conversation), encoding="utf-8")
-    whole = messages + [message for turn in turns for message in (turn["message"], *turn["new"])]
+    whole = OPENING + [message for turn in turns for message in (turn["message"], *turn["new"])]
     ids = reference.apply_chat_template(
-        whole, tools=tools, tokenize=True, add_generation_prompt=True, return_dict=False
+        whole, tools=schemas(1), tokenize=True, add_generation_prompt=True, return_dict=False
     )
     return hash_of(ids)
 
@@ -197,9 +209,10 @@ def compare(name: str, folder: Path, template: str, peers: list[Peer], rounds: i
     reference.chat_template = template
     figures: dict[str, float] = {}
     equal = True
+    room = room_for_result(sides["plain"])
     with tempfile.TemporaryDirectory() as scratch:
         for kind in ("prose", "code"):
-            texts = results(reference, kind, TURNS * BLOCK * (rounds + 1))
+            texts = results(reference, kind, TURNS * BLOCK * (rounds + 1), room)
             seconds: dict[str, list[float]] = {}
             out: set[str] = set()
             for number in range(rounds + 1):
@@ -340,7 +353,7 @@ def run(shared: Path, rounds: int) -> dict[str, object]:
         template = LLAMA2_TEMPLATE if file is None else (path / file).read_text(encoding="utf-8")
         reference = AutoTokenizer.from_pretrained(path)
         reference.chat_template = template
-        texts = results(reference, "prose", 2 * TURNS)
+        texts = results(reference, "prose", 2 * TURNS, TURN_TOKENS)
         for tiktoken in (True, False) if name in FAST else (False,):
             side = Side(path, template, tiktoken=tiktoken)
             grown.append(growth(side, texts))

@@ -19,7 +19,7 @@ import tokenizers
 from ostinato_tokenization.control_text import ControlText, MaskTable
 from ostinato_tokenization.errors import MessageError, VocabularyError
 from ostinato_tokenization.messages import Message, normalize_messages, normalize_tools
-from ostinato_tokenization.plain_text import ControlToken, PlainEncoder, control_tokens, marks_start
+from ostinato_tokenization.plain_text import ControlToken, EncodePlain, PlainEncoder, control_tokens, marks_start
 from ostinato_tokenization.rendering import (
     arguments_as_text,
     compared_texts,
@@ -323,13 +323,10 @@ class ChatTokenizer:
         plain = self._plain
         return not plain.prefix_only_first and not (plain.prefix_by_normalizer and token.normalized)
 
-    def encode_plain(self, text: str, *, with_prefix: bool) -> list[int]:
-        """Ids of valid text between two control tokens, none of them a control token.
-
-        Args:
-            with_prefix: Whether the tokenizer's word-start mark, if it has one, is put before it.
-        """
-        return self._plain.encode(text, with_prefix=with_prefix)
+    @property
+    def encode_plain(self) -> EncodePlain:
+        """Gives the ids of valid text between two control tokens, none of them a control token, as array('i')."""
+        return self._plain.encode_array
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of a text, none of them a control token.

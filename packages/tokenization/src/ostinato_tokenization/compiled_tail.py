@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ostinato_tokenization.errors import ChatTemplateError, HistoryRewrittenError, MessageError
@@ -19,6 +19,7 @@ from ostinato_tokenization.messages import Message
 
 if TYPE_CHECKING:
     from ostinato_tokenization.chat_tokenizer import ChatTokenizer
+    from ostinato_tokenization.plain_text import EncodePlain
 
 Transform = Callable[[str], str]
 Shape = tuple[tuple[str, str | None, bool], ...]
@@ -102,17 +103,17 @@ class CompiledTail:
 
     def __init__(
         self,
-        encode: Callable[..., list[int]],
-        head: Sequence[int],
-        rest: Sequence[tuple[_Mixed, tuple[int, ...]]],
+        encode: EncodePlain,
+        head: array[int],
+        rest: Sequence[tuple[_Mixed, array[int]]],
         left_to_template: re.Pattern[str] | None,
     ) -> None:
         self._encode = encode
-        self._head = list(head)
+        self._head = head
         self._rest = tuple(rest)
         self._left = left_to_template
 
-    def ids(self, messages: Sequence[Message]) -> list[int] | None:
+    def ids(self, messages: Sequence[Message]) -> array[int] | None:
         """Ids of the tail with these messages' contents; None where the template must be asked."""
         contents = [message["content"] for message in messages]
         for text in contents:
@@ -251,15 +252,15 @@ def _assemble(
 ) -> CompiledTail | None:
     """Cut the text at its control tokens; what lies between them is encoded now unless a content stands in it."""
     encode = tokenizer.encode_plain
-    head: list[int] = []
-    rest: list[tuple[_Mixed, list[int]]] = []
+    head = array("i")
+    rest: list[tuple[_Mixed, array[int]]] = []
     pieces, inside = [""], []
     with_prefix, lstrip = tokenizer.starts_with_control(literals[0]), False
 
     def close_piece(rstrip: bool) -> None:
         mixed = _Mixed(tuple(pieces), tuple(inside), with_prefix, lstrip, rstrip)
         if inside:
-            rest.append((mixed, []))
+            rest.append((mixed, array("i")))
         elif text := mixed.text(()):
             (rest[-1][1] if rest else head).extend(encode(text, with_prefix=with_prefix))
 
@@ -279,4 +280,4 @@ def _assemble(
             inside.append(slots[number])
             pieces.append("")
     close_piece(False)
-    return CompiledTail(partial(encode), head, [(mixed, tuple(ids)) for mixed, ids in rest], left)
+    return CompiledTail(encode, head, rest, left)

@@ -7,6 +7,7 @@ ones, and a call that raises has changed nothing. It knows neither engines nor h
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -94,7 +95,7 @@ class ContinuousTokens:
             template_kwargs=self.template_kwargs,
             started_at=ledger.started_at,
         )
-        self._append_context(ledger, ids)
+        self._append_context(ledger, array("i", ids))
 
     def merge_assistant_tokens(
         self,
@@ -148,7 +149,8 @@ class ContinuousTokens:
         if said is not None:
             ids = self._without_said(ids, said[0], said[1:])
         else:
-            repair, ids = self._split_repair(ledger, ids, called="tool_calls" in previous_messages[-1])
+            repair, rest = self._split_repair(ledger, ids, called="tool_calls" in previous_messages[-1])
+            ids = array("i", rest)
             if repair is not None and self.truncated_turn == TruncatedTurn.STOP:
                 return 0
             if repair is not None and self.truncated_turn == TruncatedTurn.ERROR:
@@ -182,14 +184,17 @@ class ContinuousTokens:
                 return length, last[at:] if not rest or not self.tokenizer.decode(rest).strip() else None
         return length, None
 
-    def _without_said(self, ids: list[int], stop_id: int, said_after: list[int]) -> list[int]:
+    def _without_said(self, ids: array[int], stop_id: int, said_after: list[int]) -> array[int]:
         """The continuation without what the policy said itself: its stop token, and a separator after that."""
         first = ids[0]
-        if first in self._end_ids and (first == stop_id or not self._profile.opens_turn(first)):
-            ids = ids[1:]
-        return ids[len(said_after) :] if said_after and ids[: len(said_after)] == said_after else ids
+        said = int(first in self._end_ids and (first == stop_id or not self._profile.opens_turn(first)))
+        if said_after and ids[said : said + len(said_after)].tolist() == said_after:
+            said += len(said_after)
+        return ids[said:]
 
-    def _split_repair(self, ledger: TokenLedger, ids: list[int], *, called: bool) -> tuple[list[int] | None, list[int]]:
+    def _split_repair(
+        self, ledger: TokenLedger, ids: Sequence[int], *, called: bool
+    ) -> tuple[list[int] | None, list[int]]:
         """The tokens that close a turn without a known stop token, and the rest of the continuation.
 
         A turn may have been cut off within its close; what the policy said of that is not written twice. None where it
@@ -235,11 +240,7 @@ class ContinuousTokens:
             self.merge_context_messages(scratch, previous[:answered], [*previous[answered:], *new], tools)
         ledger.replace_with(scratch)
 
-    def _append_context(self, ledger: TokenLedger, ids: list[int]) -> None:
+    def _append_context(self, ledger: TokenLedger, ids: array[int]) -> None:
         prompt = self._profile.generation_prompt_ids
-        split = len(ids) - len(prompt)
-        if prompt and split >= 0 and tuple(ids[split:]) == prompt:
-            ledger.append(ids[:split], Origin.CONTEXT)
-            ledger.append(prompt, Origin.TEMPLATE)
-        else:
-            ledger.append(ids, Origin.CONTEXT)
+        prompted = len(prompt) > 0 and ids[-len(prompt) :] == prompt
+        ledger.append(ids, Origin.CONTEXT, template_tail=len(prompt) if prompted else 0)

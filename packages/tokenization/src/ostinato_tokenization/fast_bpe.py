@@ -1,9 +1,9 @@
 """Fast encoding of text by byte-pair merges, for the kinds of tokenizer where it is certain to give the same ids.
 
-Text is split into words first, and merges never cross the border of a word: so a word's ids are computed once and kept.
-Where `tiktoken` is installed it computes them for byte-level tokenizers. Either way is compared with the tokenizer itself
-on a few thousand texts when it is made, and left out if one differs. Invariant: what is returned are the ids of the
-tokenizer on text without control strings, or None: then the caller asks the tokenizer.
+Where `tiktoken` is installed it encodes for byte-level tokenizers. Else text is split into words, and since merges never
+cross the border of a word, a word's ids are computed once and kept. Either way is compared with the tokenizer itself on a
+few thousand texts when it is made, and left out if one differs. Invariant: what is returned are the ids of the tokenizer
+on text without control strings, or None: then the caller asks the tokenizer.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import logging
 import random
 import re
 import unicodedata
+from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 import tokenizers
@@ -27,6 +27,7 @@ from ostinato_tokenization.word_split import (
     is_known,
     one_pattern,
     splitter,
+    without_lookahead_first,
     word_starts_pattern,
 )
 
@@ -40,7 +41,8 @@ _LAST_OF_PLANE = "\uffff"
 _MAX_TIKTOKEN_CHARS = 20_000
 _NUM_CHECKS = 2500
 
-Encode = Callable[[str], "list[int] | None"]
+Encode = Callable[[str], "array[int] | None"]
+"""Text to ids, as array('i')."""
 
 
 def _byte_characters() -> dict[int, int]:
@@ -60,23 +62,64 @@ class _LeftToTokenizer(Exception):
     """A word is a token that text must not become, or too long."""
 
 
-class _Words(dict[str, "list[int]"]):
-    """The ids of words, computed when first asked for; forgotten all at once when there are too many."""
+def id_array(ids: list[int]) -> array[int]:
+    """The ids of an encoder as array('i')."""
+    return array("i", array("I", ids).tobytes())  # several times faster than from a list to array("i")
+
+
+class _Words(dict[str, bytes]):
+    """The ids of words, packed, computed when first asked for; forgotten all at once when there are too many."""
 
     def __init__(self, ids_of: Callable[[str], list[int]], forbidden: Collection[int]) -> None:
         super().__init__()
         self._ids_of = ids_of
         self._forbidden = frozenset(forbidden)
 
-    def __missing__(self, word: str) -> list[int]:
+    def __missing__(self, word: str) -> bytes:
         ids = self._ids_of(word)
         if not self._forbidden.isdisjoint(ids):
             raise _LeftToTokenizer(word)
+        packed = array("i", ids).tobytes()
         if len(word) <= MAX_KEPT_LENGTH:
             if len(self) >= MAX_KEPT_WORDS:
                 self.clear()
-            self[word] = ids
-        return ids
+            self[word] = packed
+        return packed
+
+    def ids_of(self, words: list[str], length: int) -> array[int] | None:
+        """The ids of words that together have this many characters; None where the tokenizer must be asked."""
+        if len("".join(words)) != length:
+            return None
+        try:
+            return array("i", b"".join(map(self.__getitem__, words)))
+        except _LeftToTokenizer:
+            return None
+
+
+class WholeTextEncoder:
+    """Encodes a text in one call; a very long one by its words.
+
+    Args:
+        encode: The ids of a text of at most `_MAX_TIKTOKEN_CHARS` characters.
+        normalize: What the tokenizer makes of text that is not ASCII before it splits it.
+        otherwise: Encodes longer texts.
+    """
+
+    def __init__(
+        self, encode: Callable[[str], list[int]], normalize: Callable[[str], str] | None, otherwise: Encode
+    ) -> None:
+        self._encode = encode
+        self._normalize = normalize
+        self._otherwise = otherwise
+
+    def __call__(self, text: str) -> array[int] | None:
+        if len(text) > _MAX_TIKTOKEN_CHARS:
+            return self._otherwise(text)
+        if not text.isascii():
+            if not is_known(beyond_ascii(text)):
+                return None
+            text = text if self._normalize is None else self._normalize(text)
+        return id_array(self._encode(text))
 
 
 class WordEncoder:
@@ -87,7 +130,6 @@ class WordEncoder:
         split_ascii: The same for ASCII text.
         normalize: What the tokenizer makes of text that is not ASCII before it splits it.
         words: The ids of a word.
-        otherwise: Encodes normalized text with characters beyond the basic plane.
     """
 
     def __init__(
@@ -96,31 +138,21 @@ class WordEncoder:
         split_ascii: Split,
         normalize: Callable[[str], str] | None,
         words: _Words,
-        otherwise: Encode | None = None,
     ) -> None:
         self._split = split
         self._split_ascii = split_ascii
         self._normalize = normalize
         self._words = words
-        self._otherwise = otherwise
 
-    def __call__(self, text: str) -> list[int] | None:
+    def __call__(self, text: str) -> array[int] | None:
         split = self._split_ascii
         if not text.isascii():
             characters = beyond_ascii(text)
-            if not is_known(characters):
+            if not is_known(characters) or max(characters) > _LAST_OF_PLANE:
                 return None
             text = text if self._normalize is None else self._normalize(text)
-            if max(characters) > _LAST_OF_PLANE:
-                return None if self._otherwise is None or len(text) > _MAX_TIKTOKEN_CHARS else self._otherwise(text)
             split = self._split
-        words = split(text)
-        if len("".join(words)) != len(text):
-            return None
-        try:
-            return list(chain.from_iterable(map(self._words.__getitem__, words)))
-        except _LeftToTokenizer:
-            return None
+        return self._words.ids_of(split(text), len(text))
 
 
 class SentencePieceEncoder:
@@ -137,17 +169,11 @@ class SentencePieceEncoder:
         self._always = always
         self._words = words
 
-    def __call__(self, text: str) -> list[int] | None:
+    def __call__(self, text: str) -> array[int] | None:
         text = text.replace(" ", WORD_START)
         if self._always or (self._always is not None and not text.startswith(WORD_START)):
             text = WORD_START + text
-        words = self._split(text)
-        if len("".join(words)) != len(text):
-            return None
-        try:
-            return list(chain.from_iterable(map(self._words.__getitem__, words)))
-        except _LeftToTokenizer:
-            return None
+        return self._words.ids_of(self._split(text), len(text))
 
 
 def fast_encoder(
@@ -201,15 +227,10 @@ def _byte_level_with_tiktoken(
     tokenizer: tokenizers.Tokenizer, normalizer: Any, pre_tokenizer: Mapping[str, Any], forbidden: Collection[int]
 ) -> Encode | None:
     encode = _tiktoken(tokenizer, pre_tokenizer, forbidden)
-    if encode is None:
+    by_words = _byte_level(tokenizer, normalizer, pre_tokenizer, forbidden)
+    if encode is None or by_words is None:
         return None
-
-    def ids_of(word: str) -> list[int]:
-        if len(word) > _MAX_TIKTOKEN_CHARS:  # its pattern engine gives up on very long runs
-            raise _LeftToTokenizer(word[:40])
-        return encode(word)
-
-    return _word_encoder(tokenizer, normalizer, pre_tokenizer, _Words(ids_of, forbidden), ids_of)
+    return WholeTextEncoder(encode, _non_ascii_normalizer(tokenizer, normalizer)[1], by_words)
 
 
 def _tiktoken(
@@ -233,7 +254,9 @@ def _tiktoken(
     if any(bytes((byte,)) not in ranks for byte in range(256)) or not frozenset(forbidden).isdisjoint(ranks.values()):
         return None
     try:
-        encoding = tiktoken.Encoding(name="tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        encoding = tiktoken.Encoding(
+            name="tokenizer.json", pat_str=without_lookahead_first(pattern), mergeable_ranks=ranks, special_tokens={}
+        )
     except Exception as error:  # its Rust side raises what it likes; the tokenizer itself is there
         _logger.debug("tiktoken is left out: it does not take the vocabulary: %s", error)
         return None
@@ -248,16 +271,6 @@ def _byte_level(
     def ids_of(word: str) -> list[int]:
         return [token.id for token in tokenize(word.encode().decode("latin-1").translate(_TO_CHARACTERS))]
 
-    return _word_encoder(tokenizer, normalizer, pre_tokenizer, _Words(ids_of, forbidden), None)
-
-
-def _word_encoder(
-    tokenizer: tokenizers.Tokenizer,
-    normalizer: Any,
-    pre_tokenizer: Mapping[str, Any],
-    words: _Words,
-    otherwise: Encode | None,
-) -> Encode | None:
     known, normalize = _non_ascii_normalizer(tokenizer, normalizer)
     patterns = byte_level_patterns(pre_tokenizer) if known else None
     if patterns is None:
@@ -265,7 +278,7 @@ def _word_encoder(
     split, split_ascii = (splitter(patterns, limit=limit) for limit in (0x10000, 0x80))
     if split is None or split_ascii is None:
         return None
-    return WordEncoder(split, split_ascii, normalize, words, otherwise)
+    return WordEncoder(split, split_ascii, normalize, _Words(ids_of, forbidden))
 
 
 def _sentence_piece(
@@ -302,7 +315,7 @@ def _first_difference(
     for text in _check_texts(tokenizer):
         if text and not forbidden.search(text):
             ids = encode(text)
-            if ids is not None and ids != reference(text):
+            if ids is not None and ids.tolist() != reference(text):
                 return text
     return None
 

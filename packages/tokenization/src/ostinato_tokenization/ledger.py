@@ -67,18 +67,25 @@ def _as_id_array(token_ids: Sequence[int]) -> array[int]:
     if isinstance(token_ids, (bytes, bytearray, str)):
         raise LedgerError(f"token_ids must be integers, got {type(token_ids).__name__}; pass a list or array('i')")
     try:
-        unsigned = array("I", token_ids).tobytes()  # several times faster than from a list to array("i")
+        if type(token_ids) is array and token_ids.typecode == "i":
+            packed = token_ids.tobytes()
+        else:
+            packed = array("I", token_ids).tobytes()  # several times faster than from a list to array("i")
     except (TypeError, ValueError, OverflowError) as error:
         if isinstance(error, OverflowError) and min(token_ids) < 0:
-            raise LedgerError(
-                f"token_ids must be >= 0, got {min(token_ids)}; remove padding before recording"
-            ) from error
+            raise _negative_id(token_ids) from error
         raise LedgerError(f"token_ids must be integers below 2**31, got {error}; pass the ids as sampled") from error
     ids = array("i")
-    ids.frombytes(unsigned)
-    if not unsigned[_SIGN_BYTE :: ids.itemsize].isascii():
+    ids.frombytes(packed)
+    if not packed[_SIGN_BYTE :: ids.itemsize].isascii():
+        if min(token_ids) < 0:
+            raise _negative_id(token_ids)
         raise LedgerError(f"token_ids must be integers below 2**31, got {max(token_ids)}; pass the ids as sampled")
     return ids
+
+
+def _negative_id(token_ids: Sequence[int]) -> LedgerError:
+    return LedgerError(f"token_ids must be >= 0, got {min(token_ids)}; remove padding before recording")
 
 
 def _as_logprob_array(logprobs: Sequence[float] | None, length: int) -> array[float]:
@@ -146,8 +153,11 @@ class TokenLedger:
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # it changes in place
 
-    def append(self, token_ids: Sequence[int], origin: Origin) -> None:
+    def append(self, token_ids: Sequence[int], origin: Origin, *, template_tail: int = 0) -> None:
         """Record tokens that the policy did not sample.
+
+        Args:
+            template_tail: How many of the last ones are the template's own, such as a generation prompt.
 
         Raises:
             LedgerError: `origin` is SAMPLED or unknown, or an id is no integer from 0 on. Nothing is recorded then.
@@ -159,9 +169,11 @@ class TokenLedger:
         except ValueError:
             raise LedgerError(f"origin must be an Origin, got {origin!r}; use a member of Origin") from None
         ids = _as_id_array(token_ids)
+        if not 0 <= template_tail <= len(ids):
+            raise LedgerError(f"template_tail must be from 0 to {len(ids)}, got {template_tail}; count ids given here")
         self._ids.extend(ids)
-        self._origins.extend(bytes((origin,)) * len(ids))
-        self._logprobs.extend(array("d", (0.0,)) * len(ids))
+        self._origins += bytes((origin,)) * (len(ids) - template_tail) + bytes((Origin.TEMPLATE,)) * template_tail
+        self._logprobs.frombytes(bytes(self._logprobs.itemsize * len(ids)))  # zeros
 
     def append_sampled(
         self,

@@ -9,6 +9,7 @@ Invariant: a continuation is either cut at a found sentinel or behind a checked 
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from functools import cached_property
@@ -84,7 +85,7 @@ class TemplateProfile:
         tools: Sequence[Mapping[str, Any]] | None,
         *,
         started_at: float | None = None,
-    ) -> list[int]:
+    ) -> array[int]:
         """Ids that follow what the assistant said last: close, separator, new messages, generation prompt.
 
         Args:
@@ -106,7 +107,7 @@ class TemplateProfile:
         tools: Sequence[Mapping[str, Any]] | None,
         *,
         started_at: float | None = None,
-    ) -> list[int]:
+    ) -> array[int]:
         """The same, always by rendering."""
         table = MaskTable()
         masked = self._tokenizer.mask_messages(new, table)
@@ -115,7 +116,8 @@ class TemplateProfile:
             raise HistoryRewrittenError(
                 "new messages must be rendered by the template, got nothing; begin a new segment"
             )
-        return self._tokenizer.encode_masked(text, table, continues=not self._tokenizer.starts_with_control(text))
+        ids = self._tokenizer.encode_masked(text, table, continues=not self._tokenizer.starts_with_control(text))
+        return array("i", ids)
 
     def _compiled_tail(self, new: Sequence[Message]) -> CompiledTail | None:
         """The tail for messages of this shape; made when the shape is first seen."""
@@ -312,12 +314,11 @@ class TemplateProfile:
         return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
 
     @cached_property
-    def generation_prompt_ids(self) -> tuple[int, ...]:
-        """Its ids."""
+    def generation_prompt_ids(self) -> array[int]:
+        """Its ids; none where it does not begin with a control token."""
         text = self.generation_prompt
-        return (
-            tuple(self._tokenizer.encode_masked(text, MaskTable())) if self._tokenizer.starts_with_control(text) else ()
-        )
+        known = self._tokenizer.starts_with_control(text)
+        return array("i", self._tokenizer.encode_masked(text, MaskTable()) if known else ())
 
     @cached_property
     def prefill(self) -> str:
