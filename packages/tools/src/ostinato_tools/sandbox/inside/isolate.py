@@ -1,0 +1,299 @@
+"""The steps by which a child of the warden gives up, one after the other, everything that a computation does not need.
+
+Each step is tried, and what became of it is a fact; a step that the place does not offer is no error here. The order
+matters: mounts need the rights that are dropped after them, and the filter, which comes last, refuses most of the rest.
+"""
+
+import contextlib
+import importlib
+import os
+import resource
+import signal
+import socket
+import sys
+from typing import Any
+
+from . import filesystem, landlock, seccomp, syscalls
+from .facts import Facts
+
+LINUX = sys.platform == "linux"
+_LIBRARY = (
+    "asyncio",
+    "collections",
+    "dataclasses",
+    "datetime",
+    "decimal",
+    "fractions",
+    "functools",
+    "heapq",
+    "itertools",
+)
+_LIBRARY += (
+    "json",
+    "math",
+    "pathlib",
+    "random",
+    "re",
+    "statistics",
+    "string",
+    "subprocess",
+    "textwrap",
+    "threading",
+    "typing",
+)
+_UID_BASE = 1_900_000_000
+"""Far above the ids that systems and containers give out; the warden's process id is added to it."""
+SHARED_UID = 65534
+"""The user `nobody`, where there is no other."""
+_MORE_NAMESPACES = {
+    "network": syscalls.CLONE_NEWNET,
+    "ipc": syscalls.CLONE_NEWIPC,
+    "host name": syscalls.CLONE_NEWUTS,
+    "control group": syscalls.CLONE_NEWCGROUP,
+}
+
+
+class Isolation:
+    """One worker's way into its sandbox; `enter` takes all steps and leaves `facts` and `scratch`."""
+
+    def __init__(
+        self, settings: dict[str, Any], base: str, *, uid: int, namespaces: bool, signals_refused: str
+    ) -> None:
+        """Prepare the steps.
+
+        Args:
+            settings: The worker's settings, as `SandboxConfig.as_settings` gives them.
+            base: An empty folder, the scratch folder or the place of the new root.
+            uid: User to become, and group; the present one where it shall be kept.
+            namespaces: Whether this process is the first of a PID namespace.
+            signals_refused: By what else foreign processes are safe from signals of this one; empty if by nothing.
+        """
+        self.facts = Facts()
+        self.scratch = base
+        self._settings = settings
+        self._base = base
+        self._uid = uid
+        self._namespaces = namespaces
+        self._signals_refused = signals_refused
+        self._own_root = False
+
+    def enter(self) -> None:
+        """Take all steps.
+
+        Raises:
+            OSError: a step failed without which nothing can run.
+        """
+        os.setsid()
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # where memory runs out, this goes before anything of the parent's
+        self._leave_namespaces()
+        if not self._own_root:
+            os.chown(self._base, self._uid, self._uid if self._uid != os.getuid() else os.getgid())
+            self._keep_library_reachable()
+        self._limit()
+        self._drop_root()
+        self._restrict()
+        os.chdir(self.scratch)
+        os.umask(0o077)
+        self._check()
+
+    def _leave_namespaces(self) -> None:
+        facts = self.facts
+        if not self._namespaces:
+            return
+        facts.holds("no_leftovers", "PID namespace")
+        facts.holds("other_processes", "PID namespace")
+        self._signals_refused = "PID namespace"
+        for name, flag in _MORE_NAMESPACES.items():
+            try:
+                syscalls.unshare(flag)
+            except OSError as error:
+                facts.lacks("network" if name == "network" else "system_calls", f"{name} namespace: {error.strerror}")
+            else:
+                if name == "network":
+                    facts.holds("network", "network namespace")
+        try:
+            syscalls.unshare(syscalls.CLONE_NEWNS)
+            missing = filesystem.enter(
+                self._base,
+                packages=self._settings["packages"],
+                uid=self._uid,
+                gid=self._uid if self._uid != os.getuid() else os.getgid(),
+                disk_bytes=self._settings["disk_bytes"],
+                new_processes=True,
+            )
+        except OSError as error:
+            for name in ("files", "disk_total"):
+                facts.lacks(name, f"mount namespace: {error}")
+            return
+        self._own_root = True
+        self.scratch = filesystem.SCRATCH
+        facts.holds("files", "mount namespace" + (f" ({missing})" if missing else ""))
+        facts.holds("disk_total", "size of the scratch folder's own file system")
+
+    def _keep_library_reachable(self) -> None:
+        """Import what is imported most, where the user to become could not read Python's library any more."""
+        library = os.path.dirname(os.__file__)
+        if self._uid == os.getuid() or _readable_by_others(library):
+            return
+        for name in _LIBRARY:
+            importlib.import_module(name)
+        self.facts.lacks("files", f"modules that are not imported yet are out of reach: {library} is closed to others")
+
+    def _limit(self) -> None:
+        settings, facts = self._settings, self.facts
+        limits = {
+            "cpu_time": ("RLIMIT_CPU", settings["cpu_s"]),
+            "memory": ("RLIMIT_AS", settings["memory_bytes"]),
+            "file_size": ("RLIMIT_FSIZE", settings["file_bytes"]),
+            "processes": ("RLIMIT_NPROC", settings["processes"] + self._shared_processes()),
+            "open_files": ("RLIMIT_NOFILE", settings["open_files"]),
+        }
+        for name, (limit, value) in limits.items():
+            try:
+                # One second more before the kernel kills: at the lower one the runner may still tell the code.
+                spare = 1 if name == "cpu_time" else 0
+                resource.setrlimit(getattr(resource, limit), (value, value + spare))
+            except (AttributeError, ValueError, OSError) as error:
+                facts.lacks(name, f"{limit}: {error}")
+            else:
+                if name == "memory" and not LINUX:
+                    facts.lacks(name, f"{limit} has no effect on {sys.platform}")
+                elif name == "processes" and os.getuid() == 0 == self._uid:
+                    facts.lacks(name, f"{limit} does not hold for root")
+                else:
+                    facts.holds(name, limit)
+        for limit, value in (("CORE", 0), ("MEMLOCK", 0), ("MSGQUEUE", 0), ("SIGPENDING", 256), ("STACK", 8 << 20)):
+            with contextlib.suppress(AttributeError, ValueError, OSError):
+                resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (value, value))
+
+    def _shared_processes(self) -> int:
+        """Tasks that count for this user already, where the user is shared with the parent."""
+        if self._uid != os.getuid() or self._namespaces or not os.path.isdir("/proc"):
+            return 0
+        count = 0
+        for entry in os.listdir("/proc"):
+            with contextlib.suppress(OSError):
+                if entry.isdigit() and os.stat(f"/proc/{entry}").st_uid == self._uid:
+                    count += len(os.listdir(f"/proc/{entry}/task"))
+        return count
+
+    def _drop_root(self) -> None:
+        if LINUX:
+            with contextlib.suppress(OSError):
+                syscalls.drop_bounding_set()
+        if self._uid != os.getuid():
+            os.setgroups([])
+            setters = (getattr(os, "setresgid", None), getattr(os, "setresuid", None))
+            if setters[0] and setters[1]:
+                setters[0](self._uid, self._uid, self._uid)
+                setters[1](self._uid, self._uid, self._uid)
+            else:
+                os.setgid(self._uid)
+                os.setuid(self._uid)
+        if LINUX:
+            with contextlib.suppress(OSError):
+                syscalls.drop_capabilities()
+        if os.getuid() == 0:
+            self.facts.lacks("privileges", "still root, by configuration or because no other user exists here")
+        else:
+            self.facts.holds("privileges", f"runs as user {os.getuid()}")
+
+    def _restrict(self) -> None:
+        """no_new_privs, death with the warden, Landlock, and the system call filter; none of them can be undone."""
+        facts, without = self.facts, self._settings["without"]
+        if not LINUX:
+            return
+        syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+        if "landlock" in without:
+            facts.lacks("files", "Landlock: left out by configuration")
+        else:
+            self._lock_paths()
+        if "seccomp" in without:
+            for name in ("system_calls", "network"):
+                facts.lacks(name, "system call filter: left out by configuration")
+            return
+        try:
+            seccomp.install(only_own_signals=not self._signals_refused)
+        except OSError as error:
+            for name in ("system_calls", "network"):
+                facts.lacks(name, f"system call filter: {error}")
+        else:
+            facts.holds("system_calls", "system call filter")
+            facts.holds("network", "system call filter")
+            facts.holds("other_processes", "system call filter")
+
+    def _lock_paths(self) -> None:
+        facts = self.facts
+        try:
+            offered = landlock.version()
+            if self._own_root:
+                readable, writable = ["/"], [self.scratch, "/dev/shm", "/dev/null"]
+            else:
+                readable, writable = filesystem.readable_paths(self._settings["packages"]), [self.scratch, "/dev/null"]
+            landlock.restrict(readable, writable, offered=offered)
+        except OSError as error:
+            facts.lacks("files", f"Landlock: {error.strerror}")
+            return
+        facts.holds("files", f"Landlock {offered}")
+        if offered >= 6:
+            facts.holds("other_processes", f"Landlock {offered}")
+            self._signals_refused = self._signals_refused or "Landlock"
+
+    def _check(self) -> None:
+        """Try what must fail now: what was set up without an error may still not hold."""
+        facts = self.facts
+        if os.getuid() != 0 and _works(lambda: os.setuid(0)):
+            facts.refute("privileges", "the way back to root was open")
+        if "system call filter" in facts.by["network"] and _works(lambda: socket.socket().close()):
+            facts.refute("network", "a socket could be made")
+            facts.refute("system_calls", "a socket could be made")
+        if self._own_root and os.path.exists(self._base):
+            facts.refute("files", "the file system of the host is still in sight")
+        if not self._own_root and facts.by["files"] and _works(lambda: os.listdir("/")):
+            facts.refute("files", "the root folder could be listed")
+
+
+def choose_uid(without: list[str]) -> tuple[int, str]:
+    """Return the user that a worker becomes, and why it stays root if it does.
+
+    Where this process is root, each worker gets a user of its own, so that none can touch another, and so that the
+    number of processes is counted for it alone.
+    """
+    current = os.getuid()
+    if current != 0:
+        return current, ""
+    if "drop_root" in without:
+        return 0, "left out by configuration"
+    own = _UID_BASE + os.getpid()
+    for uid in (own, SHARED_UID):
+        if _is_mapped(uid):
+            return uid, ""
+    return 0, "no other user is known in this user namespace"
+
+
+def _is_mapped(uid: int) -> bool:
+    try:
+        with open("/proc/self/uid_map") as lines:
+            ranges = [[int(part) for part in line.split()] for line in lines]
+    except OSError:
+        return uid == SHARED_UID
+    return any(first <= uid < first + count for first, _, count in ranges)
+
+
+def _readable_by_others(path: str) -> bool:
+    while True:
+        if os.stat(path).st_mode & 0o005 != 0o005:
+            return False
+        if path == os.path.dirname(path):
+            return True
+        path = os.path.dirname(path)
+
+
+def _works(attempt: Any) -> bool:
+    try:
+        attempt()
+    except OSError:
+        return False
+    return True
