@@ -5,12 +5,20 @@ import enum
 import functools
 import sys
 import threading
-from typing import Literal
+from typing import Any, Literal, Optional
 
 import pytest
 
-from ostinato_tools import FunctionTool, ToolDefinitionError, ToolImportError, ToolSchemaError, function_tool
-from ostinato_tools.testing import make_schema
+from ostinato_tools import (
+    FunctionTool,
+    ToolDefinitionError,
+    ToolExecutor,
+    ToolImportError,
+    ToolRegistry,
+    ToolSchemaError,
+    function_tool,
+)
+from ostinato_tools.testing import make_call, make_schema
 
 
 def test_three_ways_to_decorate() -> None:
@@ -114,10 +122,11 @@ def test_what_a_schema_cannot_be_made_from() -> None:
     def without_docstring(x: int) -> str:
         return str(x)
 
-    class Colour(enum.Enum):
-        RED = "red"
+    class Mixed(enum.Enum):
+        ONE = 1
+        TWO = "two"
 
-    def with_enum(x: list[Colour] | None = None) -> str:
+    def with_mixed_enum(x: list[Mixed] | None = None) -> str:
         """Do.
 
         Args:
@@ -125,9 +134,130 @@ def test_what_a_schema_cannot_be_made_from() -> None:
         """
         return str(x)
 
-    for function in (without_hint, without_entry, without_docstring, with_enum):
+    def with_bytes(x: dict[str, bytes]) -> str:
+        """Do.
+
+        Args:
+            x: It.
+        """
+        return str(x)
+
+    for function in (without_hint, without_entry, without_docstring, with_mixed_enum, with_bytes):
         with pytest.raises(ToolSchemaError, match="schema="):
             function_tool(function).get_openai_tool_schema()
+
+
+class Colour(enum.Enum):
+    """A choice."""
+
+    RED = "red"
+    BLUE = "blue"
+
+
+HINTS = [
+    (str, {"type": "string"}),
+    (bool, {"type": "boolean"}),
+    (list[int], {"type": "array", "items": {"type": "integer"}}),
+    (dict[str, list[int]], {"type": "object", "additionalProperties": {"type": "array", "items": {"type": "integer"}}}),
+    (tuple[int, str], {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}]}),
+    (Optional[int], {"type": "integer", "nullable": True}),  # noqa: UP045 - the older spelling is meant
+    (int | None, {"type": "integer", "nullable": True}),
+    (list[int | None], {"type": "array", "items": {"type": "integer", "nullable": True}}),
+    (int | float, {"type": ["integer", "number"]}),
+    (int | float | None, {"type": ["integer", "number"], "nullable": True}),
+    (Literal["x", "y"], {"type": "string", "enum": ["x", "y"]}),
+    (Literal[1, 2, None], {"type": ["integer", "null"], "enum": [1, 2, None]}),
+    (Optional[Literal[1, "a"]], {"type": ["integer", "string"], "enum": [1, "a"], "nullable": True}),  # noqa: UP045 - as above
+    (list[Literal["a", "b"]], {"type": "array", "items": {"type": "string", "enum": ["a", "b"]}}),
+    (Colour, {"type": "string", "enum": ["red", "blue"]}),
+    (Colour | None, {"type": "string", "enum": ["red", "blue"], "nullable": True}),
+    (dict[str, list[Colour]], None),
+    (Any, {}),
+]
+
+
+@pytest.mark.parametrize(("hint", "expected"), HINTS)
+def test_each_kind_of_hint_has_its_schema(hint: Any, expected: dict | None) -> None:
+    """Generics, optional and union types, literals and enums come out as JSON schemas whose choices keep their types."""
+    pytest.importorskip("transformers", reason="extra transformers is not installed")
+
+    def f(*, x, y=None) -> str:
+        """Do.
+
+        Args:
+            x: It.
+            y: Not
+                that.
+        """
+        return f"{x}{y}"
+
+    f.__annotations__ = {"x": hint, "y": hint}
+    tool = function_tool(f)
+    parameters = tool.get_openai_tool_schema()["function"]["parameters"]
+    assert parameters["required"] == ["x"]
+    if expected is not None:
+        assert parameters["properties"]["x"] == {**expected, "description": "It."}
+    assert parameters["properties"]["y"]["description"] == "Not that."
+    ToolRegistry([tool])
+
+
+def test_a_function_without_parameters_and_choices_in_the_docstring() -> None:
+    """No parameters give an empty object that requires nothing; `(choices: [...])` in the docstring is an enum."""
+    pytest.importorskip("transformers", reason="extra transformers is not installed")
+
+    @function_tool
+    def nothing() -> str:
+        """Do nothing."""
+        return ""
+
+    @function_tool
+    def chosen(x: int) -> str:
+        """Do.
+
+        Args:
+            x: It (choices: [1, 2])
+        """
+        return str(x)
+
+    parameters = nothing.get_openai_tool_schema()["function"]["parameters"]
+    assert (parameters["properties"], parameters.get("required", [])) == ({}, [])
+    assert chosen.get_openai_tool_schema()["function"]["parameters"]["properties"]["x"]["enum"] == [1, 2]
+
+
+async def test_arguments_are_what_the_hints_say() -> None:
+    """Enum members, tuples and dicts with other keys than strings reach the function as such; what does not fit is refused."""
+    pytest.importorskip("transformers", reason="extra transformers is not installed")
+    seen = []
+
+    @function_tool
+    async def f(colour: Colour | None, pair: tuple[int, str], names: dict[int, list[Colour]]) -> str:
+        """Do.
+
+        Args:
+            colour: One.
+            pair: Two.
+            names: Three.
+        """
+        seen.append((colour, pair, names))
+        return "done"
+
+    executor = ToolExecutor(ToolRegistry([f]))
+    good = {"colour": "red", "pair": [1, "a"], "names": {"3": ["blue"]}}
+    async with executor.open("t") as tools:
+        outcomes = await tools.run(
+            [
+                make_call("f", good),
+                make_call("f", {**good, "colour": None}),
+                make_call("f", {**good, "colour": "green"}),
+                make_call("f", {**good, "names": {"three": []}}),
+            ]
+        )
+    assert [item.kind for item in outcomes] == ["ok", "ok", "bad_arguments", "bad_arguments"]
+    assert seen == [
+        (Colour.RED, (1, "a"), {3: [Colour.BLUE]}),
+        (None, (1, "a"), {3: [Colour.BLUE]}),
+    ]
+    assert "names is not valid" in outcomes[3].message["content"]
 
 
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,13 +28,16 @@ from ostinato_tools.errors import (
     UnknownParserError,
     UnknownToolError,
 )
-from ostinato_tools.executor import ToolExecutor, ToolStats
+from ostinato_tools.executor import ToolExecutor
 from ostinato_tools.function import FunctionTool, function_tool
 from ostinato_tools.loading import load_tools
 from ostinato_tools.parsers import HermesParser, ParsedTurn, ToolParser, get_parser
+from ostinato_tools.policies import ToolPolicy
 from ostinato_tools.registry import ToolRegistry
-from ostinato_tools.responses import ToolResponse, TruncateSide
+from ostinato_tools.responses import ToolResponse
+from ostinato_tools.stats import ToolStats
 from ostinato_tools.trajectory import TrajectoryTools
+from ostinato_tools.truncation import TruncateSide, TruncateUnit
 
 __all__ = [
     "BaseTool",
@@ -56,6 +59,7 @@ __all__ = [
     "ToolInfrastructureError",
     "ToolOutcome",
     "ToolParser",
+    "ToolPolicy",
     "ToolRateLimitedError",
     "ToolRegistry",
     "ToolResponse",
@@ -66,6 +70,7 @@ __all__ = [
     "ToolTimeoutError",
     "TrajectoryTools",
     "TruncateSide",
+    "TruncateUnit",
     "UnknownParserError",
     "UnknownToolError",
     "function_tool",

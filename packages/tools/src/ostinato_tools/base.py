@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import Any
 
+from ostinato_tools.policies import ToolPolicy
 from ostinato_tools.responses import ToolResponse
 from ostinato_tools.schema import check_tool_schema
 
@@ -16,6 +17,8 @@ class BaseTool(ABC):
     for its schema: so `__init__` should acquire nothing.
     """
 
+    policy: ToolPolicy | None = None
+    """How the tool may be called; None sets nothing. A class attribute, or set by `__init__`."""
     trajectory_scope: dict | None = None
     """Shared by all tool instances of one trajectory and by nobody else, for what they hold together; set by the executor
     before `create`, None without an executor. A tool keeps its entries under keys of its own."""

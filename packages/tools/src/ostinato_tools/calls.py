@@ -49,3 +49,12 @@ class ToolOutcome(msgspec.Struct, frozen=True):
     """Wall time of the call, waiting for its turn and creation of the instance included."""
     terminate: bool = False
     """The tool says that the trajectory ends here."""
+
+
+class CallFailed(Exception):
+    """Inside the executor: a call, or one attempt at it, ends here with this class and this text for the model."""
+
+    def __init__(self, kind: OutcomeKind, text: str) -> None:
+        super().__init__(kind, text)
+        self.kind = kind
+        self.text = text

@@ -1,40 +1,58 @@
 """`ToolExecutor`: the only way tools run, with one set of policies, shared by all trajectories."""
 
+import asyncio
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
-import msgspec
-
 from ostinato_tools.calls import OutcomeKind
-from ostinato_tools.errors import ToolConfigError
+from ostinato_tools.deadline import Deadlines
+from ostinato_tools.errors import ToolClosedError, ToolConfigError
+from ostinato_tools.guards import Guard
 from ostinato_tools.registry import ToolDefinition, ToolRegistry
-from ostinato_tools.responses import TruncateSide, as_truncate_side
+from ostinato_tools.stats import ToolStats
 from ostinato_tools.trajectory import TrajectoryTools
+from ostinato_tools.truncation import (
+    TruncateSide,
+    TruncateUnit,
+    as_truncate_side,
+    as_truncate_unit,
+    truncate,
+    truncate_tokens,
+)
 
 KWARGS_KEYS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 UNKNOWN_TOOLS = ""
 """Key of `ToolExecutor.stats` under which calls of tools that do not exist are counted."""
 
+_logger = logging.getLogger(__name__)
 
-class ToolStats(msgspec.Struct):
-    """Counts of one tool over all trajectories."""
 
-    outcomes: dict[OutcomeKind, int] = {}
-    """Number of calls by class of outcome."""
-    seconds: float = 0.0
-    """Wall time of all calls together."""
-    max_seconds: float = 0.0
-    """Wall time of the longest call."""
+class BoundTool:
+    """A tool as one executor runs it: its definition, its deadline, and what there is to keep of its policy."""
 
-    @property
-    def num_calls(self) -> int:
-        """Number of calls of any class."""
-        return sum(self.outcomes.values())
+    __slots__ = ("_deadlines", "definition", "guard", "name", "timeout_s")
+
+    def __init__(self, definition: ToolDefinition, timeout_s: float, guard: Guard | None) -> None:
+        self.definition = definition
+        self.name = definition.name
+        self.timeout_s = timeout_s
+        self.guard = guard
+        """None where the policy sets nothing but a deadline."""
+        self._deadlines: Deadlines | None = None
+
+    def deadlines(self) -> Deadlines:
+        """Return the deadlines of this tool in the running loop."""
+        loop = asyncio.get_running_loop()
+        if self._deadlines is None or self._deadlines.loop is not loop:
+            self._deadlines = Deadlines(self.timeout_s, loop)
+        return self._deadlines
 
 
 class ToolExecutor:
-    """Runs tool calls of any number of trajectories under a deadline and a length limit; a failure is a value."""
+    """Runs tool calls of any number of trajectories under a deadline, a length limit and each tool's policy; a failure is a
+    value. Use it as an asynchronous context manager, or `close` it, and no trajectory's tools outlive it."""
 
     def __init__(
         self,
@@ -43,14 +61,19 @@ class ToolExecutor:
         timeout_s: float = 60.0,
         max_response_length: int | None = 256,
         truncate_side: TruncateSide | str = TruncateSide.MIDDLE,
+        truncate_unit: TruncateUnit | str = TruncateUnit.CHARACTERS,
+        encode: Callable[[str], Sized] | None = None,
     ) -> None:
         """Set the policies.
 
         Args:
             registry: What there is to call; tools added to it later are seen by trajectories opened later.
-            timeout_s: Seconds for each create, execute, calc_reward and release.
-            max_response_length: Characters of a tool's text that are kept, the mark of the cut not counted; None keeps all.
+            timeout_s: Seconds for each create, execute, calc_reward and release of a tool whose policy sets no other.
+            max_response_length: Characters or tokens of a tool's text that are kept, the mark of the cut not counted; None
+                keeps all.
             truncate_side: The side of a longer text that is cut off.
+            truncate_unit: What `max_response_length` counts.
+            encode: For tokens: from a text to its token ids, of which only the number counts.
 
         Raises:
             ToolConfigError: a value is out of range.
@@ -61,15 +84,34 @@ class ToolExecutor:
             isinstance(max_response_length, bool) or not isinstance(max_response_length, int) or max_response_length < 1
         ):
             raise ToolConfigError(
-                f"max_response_length must be a positive integer or None, got {max_response_length!r}; give characters"
+                f"max_response_length must be a positive integer or None, got {max_response_length!r}; "
+                "give characters or tokens"
             )
         self.registry = registry
         self.timeout_s = timeout_s
         self.max_response_length = max_response_length
         self.truncate_side = as_truncate_side(truncate_side)
+        self.truncate_unit = as_truncate_unit(truncate_unit)
+        if (encode is not None) != (self.truncate_unit is TruncateUnit.TOKENS) or not (
+            encode is None or callable(encode)
+        ):
+            raise ToolConfigError(
+                f"encode must be a callable exactly where truncate_unit is 'tokens', got {encode!r} with "
+                f"{self.truncate_unit.value!r}; give tokenizer.encode_text or the like"
+            )
         self.stats: dict[str, ToolStats] = {}
         """Counts by tool name, since the executor was made."""
-        self._selections: dict[tuple[str, ...], tuple[dict[str, ToolDefinition], list[dict]]] = {}
+        self._encode = encode
+        self._tools: dict[str, BoundTool] = {}
+        self._selections: dict[tuple[str, ...], tuple[dict[str, BoundTool], list[dict]]] = {}
+        self._open: dict[TrajectoryTools, None] = {}
+        self._closed = False
+
+    async def __aenter__(self) -> "ToolExecutor":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     def open(
         self,
@@ -91,24 +133,75 @@ class ToolExecutor:
         Raises:
             UnknownToolError: `names` or `tools_kwargs` names a tool that is not registered.
             ToolConfigError: `tools_kwargs` has another form.
+            ToolClosedError: the executor is closed.
         """
-        selection = tuple(self.registry.names if names is None else dict.fromkeys(names))
+        self._require_open()
+        selection = self.registry.names if names is None else tuple(dict.fromkeys(names))
         known = self._selections.get(selection)
         if known is None:
-            definitions = {name: self.registry.get(name) for name in selection}
-            known = self._selections[selection] = (definitions, [item.schema for item in definitions.values()])
-        definitions, schemas = known
+            bound = {name: self._bind(name) for name in selection}
+            known = self._selections[selection] = (bound, [item.definition.schema for item in bound.values()])
+        bound, schemas = known
         kwargs = self._checked_kwargs(tools_kwargs) if tools_kwargs else {}
-        return TrajectoryTools(self, trajectory_id, definitions, schemas, kwargs)
+        return TrajectoryTools(self, trajectory_id, bound, schemas, kwargs)
+
+    async def close(self) -> None:
+        """Release the tools of every trajectory that is still open; what they are running is stopped. Closing twice is closing.
+
+        To be called on the loop on which the trajectories run. What cannot be released is in their `release_failures`.
+        """
+        self._closed = True
+        while self._open:
+            await asyncio.gather(*(tools.close() for tools in tuple(self._open)))
+
+    def shorten(self, text: str) -> str:
+        """Return `text`, cut to the length limit and marked where it was longer."""
+        limit = self.max_response_length
+        if limit is None:
+            return text
+        if self._encode is None:
+            return text if len(text) <= limit else truncate(text, limit, self.truncate_side)
+        try:
+            return truncate_tokens(text, limit, self.truncate_side, self._encode)
+        except Exception:  # the tokenizer is the user's: the limit holds all the same
+            _logger.exception("counting the tokens of a tool's text failed; it is cut by characters")
+            return truncate(text, limit, self.truncate_side)
 
     def count(self, name: str, kind: OutcomeKind, seconds: float) -> None:
         """Count one call of `name`."""
         stats = self.stats.get(name)
         if stats is None:
             stats = self.stats[name] = ToolStats()
-        stats.outcomes[kind] = stats.outcomes.get(kind, 0) + 1
-        stats.seconds += seconds
-        stats.max_seconds = max(stats.max_seconds, seconds)
+        stats.count(kind, seconds)
+
+    def enter(self, tools: TrajectoryTools) -> None:
+        """Note that the tools of a trajectory are open.
+
+        Raises:
+            ToolClosedError: the executor is closed.
+        """
+        self._require_open()
+        self._open[tools] = None
+
+    def leave(self, tools: TrajectoryTools) -> None:
+        """Note that the tools of a trajectory are released."""
+        self._open.pop(tools, None)
+
+    def _bind(self, name: str) -> BoundTool:
+        known = self._tools.get(name)
+        if known is None:
+            definition = self.registry.get(name)
+            policy = definition.policy
+            timeout_s = self.timeout_s if policy.timeout_s is None else policy.timeout_s
+            guard = None
+            if policy.is_guarded:
+                guard = Guard(name, policy, timeout_s, self.stats.setdefault(name, ToolStats()))
+            known = self._tools[name] = BoundTool(definition, timeout_s, guard)
+        return known
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ToolClosedError("tool executor must be open, got one that is closed; make a new one")
 
     def _checked_kwargs(self, tools_kwargs: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         cure = f"; write tools_kwargs[tool] = {{key: {{...}}}} with key one of {', '.join(KWARGS_KEYS)}"

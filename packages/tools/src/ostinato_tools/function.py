@@ -4,14 +4,15 @@ Decorating imports nothing heavy: the schema is made by `transformers.utils.get_
 or is the author's own. A synchronous function runs off the event loop, an asynchronous one on it.
 """
 
-import copy
-import enum
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, get_args, get_type_hints, overload
+from typing import Any, overload
 
-from ostinato_tools.errors import ToolDefinitionError, ToolImportError, ToolSchemaError
+from ostinato_tools.errors import ToolDefinitionError
+from ostinato_tools.inference import infer_schema
+from ostinato_tools.policies import ToolPolicy
+from ostinato_tools.processes import FunctionReference, reference_to, run_in_process
 from ostinato_tools.schema import check_tool_schema
 from ostinato_tools.threads import run_in_thread
 
@@ -21,13 +22,23 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 class FunctionTool:
     """A function that a model may call. Calling it from Python calls the function itself."""
 
-    def __init__(self, function: Callable, *, name: str | None = None, schema: dict | None = None) -> None:
+    def __init__(
+        self,
+        function: Callable,
+        *,
+        name: str | None = None,
+        schema: dict | None = None,
+        process: bool = False,
+        policy: ToolPolicy | None = None,
+    ) -> None:
         """Make a tool of `function`.
 
         Args:
             function: Its parameters must all be reachable by name.
             name: The tool's name; the function's own, or the schema's, if None.
             schema: OpenAI-style schema to be used as it is; made from type hints and docstring when needed if None.
+            process: Run it in a process of its own; for synchronous, CPU-bound functions at the top level of a module.
+            policy: How it may be called.
 
         Raises:
             ToolDefinitionError: the function cannot be a tool.
@@ -50,10 +61,20 @@ class FunctionTool:
         self.name: str = name or own_name
         self.function = function
         self.place = place
+        self.policy = policy
         self._schema = schema
+        self._converters: dict[str, Callable[[Any], Any]] = {}
         self._asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 - an object whose __call__ is a coroutine function
         )
+        self._reference: FunctionReference | None = None
+        if process:
+            if self._asynchronous:
+                raise ToolDefinitionError(
+                    f"function of {place} must be synchronous to run in a process, got an asynchronous one; "
+                    "write `def`, or leave process out"
+                )
+            self._reference = reference_to(function, place)
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +91,7 @@ class FunctionTool:
             ToolSchemaError: type hints or docstring do not give one.
         """
         if self._schema is None:
-            self._schema = self._make_schema()
+            self._schema, self._converters = infer_schema(self.function, self.name, self.place)
         return self._schema
 
     def argument_problems(self, arguments: dict) -> list[str]:
@@ -82,52 +103,60 @@ class FunctionTool:
         return problems
 
     async def invoke(self, arguments: dict) -> Any:
-        """Call the function by name and return what it returns, not normalised."""
+        """Call the function by name and return what it returns, not normalised.
+
+        Args:
+            arguments: By parameter; the caller's no longer.
+        """
+        for name, convert in self._converters.items():
+            if name in arguments:
+                arguments[name] = convert(arguments[name])
         if self._asynchronous:
             return await self.function(**arguments)
+        if self._reference is not None:
+            return await run_in_process(self._reference, arguments)
         result = await run_in_thread(functools.partial(self.function, **arguments))
         return await result if inspect.isawaitable(result) else result
-
-    def _make_schema(self) -> dict:
-        try:
-            from transformers.utils.chat_template_utils import get_json_schema
-        except ImportError as error:
-            raise ToolImportError(
-                f"schema of {self.place} must be given or made by transformers, got neither ({error}); "
-                "pip install 'ostinato-tools[transformers]' or pass schema=..."
-            ) from error
-        try:
-            schema = copy.deepcopy(get_json_schema(self.function))
-            _refuse_enums(self.function)
-        except Exception as error:  # a foreign function over foreign hints: everything it raises means the same here
-            raise ToolSchemaError(
-                f"schema of {self.place} must follow from its type hints and docstring, got: {error}; "
-                "give every parameter a hint and a line under Args:, or pass schema=..."
-            ) from error
-        schema["function"]["name"] = self.name
-        check_tool_schema(schema, self.place)
-        return schema
 
 
 @overload
 def function_tool(function: Callable, /) -> FunctionTool: ...
 @overload
-def function_tool(name: str | None = None, /, *, schema: dict | None = None) -> Callable[[Callable], FunctionTool]: ...
+def function_tool(
+    name: str | None = None,
+    /,
+    *,
+    schema: dict | None = None,
+    process: bool = False,
+    policy: ToolPolicy | None = None,
+) -> Callable[[Callable], FunctionTool]: ...
 
 
 def function_tool(
-    function_or_name: Callable | str | None = None, /, *, schema: dict | None = None
+    function_or_name: Callable | str | None = None,
+    /,
+    *,
+    schema: dict | None = None,
+    process: bool = False,
+    policy: ToolPolicy | None = None,
 ) -> FunctionTool | Callable[[Callable], FunctionTool]:
     """Make a tool of a function: `@function_tool`, `@function_tool("name")` or `@function_tool(schema=...)`.
 
     The function may return `str`, `dict`, `ToolResponse`, or `(response, reward)` or `(response, reward, metrics)`.
 
+    Args:
+        function_or_name: The function, or the tool's name where it is not the function's.
+        schema: OpenAI-style schema; made from type hints and docstring when first needed if None.
+        process: Run a synchronous, CPU-bound function in a process of its own, killed when the call is cancelled or late.
+        policy: How it may be called: retries, limits, a cache and more.
+
     Raises:
-        ToolDefinitionError: the function takes `*args`, `**kwargs` or positional-only parameters, or is a generator.
+        ToolDefinitionError: the function takes `*args`, `**kwargs` or positional-only parameters, is a generator, or cannot
+            run in a process.
         ToolSchemaError: `schema` has the wrong form.
     """
     if callable(function_or_name):
-        return FunctionTool(function_or_name, schema=schema)
+        return FunctionTool(function_or_name, schema=schema, process=process, policy=policy)
     if function_or_name is not None and not isinstance(function_or_name, str):
         raise ToolDefinitionError(
             f"function_tool must be given a function or a name, got {type(function_or_name).__name__}; "
@@ -135,7 +164,7 @@ def function_tool(
         )
     if function_or_name is not None and not function_or_name.strip():
         raise ToolDefinitionError("name must not be empty, got ''; leave it out to use the function's own")
-    return functools.partial(FunctionTool, name=function_or_name, schema=schema)
+    return functools.partial(FunctionTool, name=function_or_name, schema=schema, process=process, policy=policy)
 
 
 def place_of(function: Callable) -> str:
@@ -143,16 +172,6 @@ def place_of(function: Callable) -> str:
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else f"{name} ({function.__class__.__module__})"
-
-
-def _refuse_enums(function: Callable) -> None:
-    # They would come out as {"type": "object"}, which no value that a model writes for them fits.
-    waiting = [hint for name, hint in get_type_hints(function).items() if name != "return"]
-    while waiting:
-        hint = waiting.pop()
-        if isinstance(hint, type) and issubclass(hint, enum.Enum):
-            raise TypeError(f"the Enum {hint.__name__} has no JSON schema, use Literal")
-        waiting.extend(get_args(hint))
 
 
 def _named_parameters(function: Callable, place: str) -> tuple[frozenset[str], frozenset[str]]:

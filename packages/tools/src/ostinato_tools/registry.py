@@ -3,24 +3,26 @@
 It holds definitions only. Instances belong to trajectories and are made by the executor.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ostinato_tools.base import BaseTool
 from ostinato_tools.errors import DuplicateToolError, ToolConfigError, ToolDefinitionError, UnknownToolError
 from ostinato_tools.function import FunctionTool
-from ostinato_tools.schema import check_tool_schema, compile_validator
+from ostinato_tools.policies import ToolPolicy, policy_from_mapping
+from ostinato_tools.schema import check_tool_schema, compile_json_schema, compile_validator
 
 
 class ToolDefinition:
     """One registered tool: a function, or a class with its configuration."""
 
-    __slots__ = ("config", "function", "name", "place", "problems", "schema", "tool_class")
+    __slots__ = ("_validate", "config", "function", "name", "place", "policy", "schema", "tool_class")
 
     def __init__(
         self,
         *,
         schema: dict,
         place: str,
+        policy: ToolPolicy,
         function: FunctionTool | None = None,
         tool_class: type[BaseTool] | None = None,
         config: dict | None = None,
@@ -31,8 +33,17 @@ class ToolDefinition:
         self.function = function
         self.tool_class = tool_class
         self.config = {} if config is None else config
-        self.problems: Callable[[dict], list[str]] = compile_validator(schema, place)
-        """From arguments to what is wrong with them; compiled once."""
+        self.policy = policy
+        """How it may be called."""
+        _check_policy(policy, place, function)
+        self._validate = compile_validator(schema, place)
+
+    def problems(self, arguments: dict) -> list[str]:
+        """Return what is wrong with `arguments`, at most a few sentences; none means that the tool can be run with them."""
+        found = self._validate(arguments)
+        if not found and self.function is not None:
+            return self.function.argument_problems(arguments)
+        return found
 
     def make(self) -> BaseTool:
         """Return a new instance of the tool's class."""
@@ -49,12 +60,16 @@ class ToolRegistry:
         for tool in tools:
             self.add_function(tool)
 
-    def add_function(self, tool: FunctionTool, *, place: str | None = None) -> None:
-        """Register a function tool; the very same tool twice is registered once.
+    def add_function(
+        self, tool: FunctionTool, *, place: str | None = None, policy: ToolPolicy | Mapping | None = None
+    ) -> None:
+        """Register a function tool; the very same tool twice, under the same policy, is registered once.
 
         Args:
             tool: A decorated function.
             place: Where it was found, for messages; where it was written if None.
+            policy: How it may be called, instead of what it was decorated with; a mapping, as in a configuration file,
+                changes single fields of that.
 
         Raises:
             DuplicateToolError: another tool has this name.
@@ -65,12 +80,15 @@ class ToolRegistry:
             raise ToolDefinitionError(
                 f"tool must be made by @function_tool, got {type(tool).__name__}; decorate it, or use add_class for a BaseTool"
             )
-        known = self._definitions.get(tool.name)
-        if known is not None and known.function is tool:
-            return
         place = place or tool.place
+        policy = _effective_policy(tool.policy, policy, place)
+        known = self._definitions.get(tool.name)
+        if known is not None and known.function is tool and known.policy == policy:
+            return
         self._refuse_duplicate(tool.name, place)
-        self._definitions[tool.name] = ToolDefinition(schema=tool.get_openai_tool_schema(), place=place, function=tool)
+        self._definitions[tool.name] = ToolDefinition(
+            schema=tool.get_openai_tool_schema(), place=place, function=tool, policy=policy
+        )
 
     def add_class(
         self,
@@ -79,6 +97,7 @@ class ToolRegistry:
         config: dict | None = None,
         tool_schema: dict | None = None,
         place: str | None = None,
+        policy: ToolPolicy | Mapping | None = None,
     ) -> None:
         """Register a tool class; one instance is made now to ask for its schema, and one per trajectory later.
 
@@ -87,6 +106,8 @@ class ToolRegistry:
             config: Its configuration; each instance gets a shallow copy.
             tool_schema: Its schema; None for a class that brings its own.
             place: Where it was found, for messages.
+            policy: How it may be called, instead of the `policy` of the class; a mapping, as in a configuration file, changes
+                single fields of that.
 
         Raises:
             DuplicateToolError: another tool has this name.
@@ -110,7 +131,8 @@ class ToolRegistry:
                 f"got {type(error).__name__}: {error}; correct config or tool_schema"
             ) from error
         self._refuse_duplicate(check_tool_schema(schema, place), place)
-        definition = ToolDefinition(schema=schema, place=place, tool_class=tool_class, config=config)
+        policy = _effective_policy(probe.policy, policy, place)
+        definition = ToolDefinition(schema=schema, place=place, tool_class=tool_class, config=config, policy=policy)
         self._definitions[definition.name] = definition
 
     def merge(self, other: "ToolRegistry") -> None:
@@ -164,3 +186,21 @@ class ToolRegistry:
             raise DuplicateToolError(
                 f"tool name must be unique, got {name!r} in {known.place} and in {place}; rename or remove one of them"
             )
+
+
+def _effective_policy(own: ToolPolicy | None, given: ToolPolicy | Mapping | None, place: str) -> ToolPolicy:
+    for policy in (own, given):
+        if not isinstance(policy, ToolPolicy | Mapping | None):
+            raise ToolConfigError(f"policy of {place} must be a ToolPolicy, got {policy!r:.80}; write ToolPolicy(...)")
+    if isinstance(given, Mapping):
+        return policy_from_mapping(given, place, own)
+    return given or own or ToolPolicy()
+
+
+def _check_policy(policy: ToolPolicy, place: str, function: FunctionTool | None) -> None:
+    if policy.pure and function is None:
+        raise ToolConfigError(
+            f"pure of {place} must be false for a tool with state, got true; make it a function tool, or say idempotent"
+        )
+    if policy.result_schema is not None:
+        compile_json_schema(policy.result_schema, "result_schema", place)

@@ -1,4 +1,4 @@
-"""What a tool gives back, in one shape whatever its author returned, and how a long text is cut.
+"""What a tool gives back, in one shape whatever its author returned.
 
 Media values pass through untouched; text is text and is never interpreted.
 """
@@ -6,12 +6,11 @@ Media values pass through untouched; text is text and is never interpreted.
 import json
 import math
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Any
 
 import msgspec
 
-from ostinato_tools.errors import ToolConfigError, ToolResultError
+from ostinato_tools.errors import ToolResultError
 
 
 class ToolResponse(msgspec.Struct):
@@ -37,49 +36,6 @@ class ToolResponse(msgspec.Struct):
             value = getattr(self, name)
             if value is not None and not isinstance(value, list):
                 raise ToolResultError(f"{name} must be a list, got {type(value).__name__}; put one value in a list")
-
-
-class TruncateSide(StrEnum):
-    """The side of a long text that is cut off."""
-
-    LEFT = "left"
-    RIGHT = "right"
-    MIDDLE = "middle"
-
-
-def as_truncate_side(value: str) -> TruncateSide:
-    """Return the side that `value` names.
-
-    Raises:
-        ToolConfigError: it names none.
-    """
-    try:
-        return TruncateSide(value)
-    except ValueError:
-        raise ToolConfigError(
-            f"truncate_side must be one of left, right, middle, got {value!r}; it names the side that is cut off"
-        ) from None
-
-
-def truncate(text: str, max_length: int | None, side: TruncateSide) -> str:
-    """Keep `max_length` characters of `text` and mark the place of the cut.
-
-    Args:
-        text: Any text.
-        max_length: Characters of `text` to keep, not counting the mark; None keeps all of it.
-        side: The side that is cut off. For `MIDDLE` the head is the longer half by one where `max_length` is odd.
-
-    Returns:
-        `text` itself where it is short enough.
-    """
-    if max_length is None or len(text) <= max_length:
-        return text
-    if side is TruncateSide.LEFT:
-        return "(truncated)..." + text[len(text) - max_length :]
-    if side is TruncateSide.RIGHT:
-        return text[:max_length] + "...(truncated)"
-    tail = max_length // 2
-    return text[: max_length - tail] + "...(truncated)..." + text[len(text) - tail :]
 
 
 def normalize_result(result: Any) -> tuple[ToolResponse, float, dict]:

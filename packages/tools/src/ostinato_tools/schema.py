@@ -66,7 +66,7 @@ def tool_name(schema: Mapping) -> str:
 
 
 def compile_validator(schema: Mapping, place: str) -> Callable[[dict], list[str]]:
-    """Compile the `parameters` of a tool schema.
+    """Compile the `parameters` of a tool schema; see `compile_json_schema`.
 
     Args:
         schema: A tool schema that `check_tool_schema` accepted.
@@ -74,35 +74,50 @@ def compile_validator(schema: Mapping, place: str) -> Callable[[dict], list[str]
 
     Returns:
         A function from arguments to at most three sentences on what is wrong with them; none means valid.
+    """
+    parameters = schema["function"].get("parameters", {})
+    problems = compile_json_schema(parameters, "parameters", place)
+    accepts = _plain_check(parameters)
+    if accepts is None:
+        return problems
+    return lambda arguments: [] if accepts(arguments) else problems(arguments)
+
+
+def compile_json_schema(schema: Mapping, what: str, place: str) -> Callable[[Any], list[str]]:
+    """Compile a JSON schema (draft 2020-12, and `nullable`).
+
+    Args:
+        schema: The schema.
+        what: What it is called where it was written, for the message.
+        place: Where it was written, for the message.
+
+    Returns:
+        A function from a value to at most three sentences on what is wrong with it; none means valid.
 
     Raises:
-        ToolSchemaError: `parameters` is no valid JSON schema, or a `$ref` leads nowhere.
+        ToolSchemaError: it is no valid JSON schema, or a `$ref` leads nowhere.
     """
     import jsonschema
     from referencing import Registry
 
-    parameters = schema["function"].get("parameters", {})
     validator_class = _nullable_validator_class()
     try:
-        validator_class.check_schema(parameters)
+        validator_class.check_schema(schema)
     except jsonschema.SchemaError as error:
         where = ".".join(str(part) for part in error.absolute_path) or "its root"
         raise ToolSchemaError(
-            f"parameters of {place} must be a valid JSON schema, got a fault at {where}: {error.message}; "
+            f"{what} of {place} must be a valid JSON schema, got a fault at {where}: {error.message}; "
             "see https://json-schema.org/draft/2020-12"
         ) from error
     registry: Any = Registry()  # an empty one: a remote `$ref` is an error, never a download
-    validator = validator_class(parameters, registry=registry)
-    _check_references(validator, parameters, place)
-    accepts = _plain_check(parameters)
+    validator = validator_class(schema, registry=registry)
+    _check_references(validator, schema, what, place)
 
-    def problems(arguments: dict) -> list[str]:
-        if accepts is not None and accepts(arguments):
-            return []
+    def problems(value: Any) -> list[str]:
         try:
-            return [_sentence(error) for error in islice(validator.iter_errors(arguments), _MAX_ERRORS)]
+            return [_sentence(error) for error in islice(validator.iter_errors(value), _MAX_ERRORS)]
         except RecursionError:
-            return ["the arguments are nested too deeply"]
+            return [f"the {'arguments are' if what == 'parameters' else 'value is'} nested too deeply"]
 
     return problems
 
@@ -130,11 +145,11 @@ def _nullable_validator_class() -> Any:
     return _VALIDATOR_CLASS
 
 
-def _check_references(validator: Any, parameters: Mapping, place: str) -> None:
+def _check_references(validator: Any, schema: Mapping, what: str, place: str) -> None:
     from referencing.exceptions import Unresolvable
 
     resolver = validator._resolver  # the one that validation itself will use
-    waiting: list[Any] = [parameters]
+    waiting: list[Any] = [schema]
     while waiting:
         node = waiting.pop()
         if isinstance(node, list):
@@ -146,8 +161,8 @@ def _check_references(validator: Any, parameters: Mapping, place: str) -> None:
                     resolver.lookup(reference)
                 except Unresolvable as error:
                     raise ToolSchemaError(
-                        f"$ref of {place} must point into the parameters themselves, got {reference!r}; "
-                        "put the definition under parameters.$defs"
+                        f"$ref of {place} must point into the {what} themselves, got {reference!r}; "
+                        f"put the definition under {what}.$defs"
                     ) from error
             waiting.extend(value for key, value in node.items() if key not in _LITERAL_KEYWORDS)
 

@@ -4,70 +4,66 @@ Nothing that a tool or a model does comes out of `run` as an exception; it becom
 """
 
 import asyncio
+import functools
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ostinato_tools.base import BaseTool
-from ostinato_tools.calls import OutcomeKind, ToolCall, ToolOutcome
+from ostinato_tools.calls import CallFailed, OutcomeKind, ToolCall, ToolOutcome
 from ostinato_tools.deadline import DeadlineExceeded, run_bounded, stop
-from ostinato_tools.errors import (
-    ToolArgumentError,
-    ToolClosedError,
-    ToolFailedError,
-    ToolInfrastructureError,
-    ToolRateLimitedError,
-    ToolRewardError,
-    ToolTimeoutError,
-)
-from ostinato_tools.registry import ToolDefinition
-from ostinato_tools.responses import ToolResponse, normalize_result, truncate
+from ostinato_tools.errors import ToolClosedError, ToolRewardError
+from ostinato_tools.failures import describe, spoken_failure, unspoken_failure
+from ostinato_tools.responses import ToolResponse, normalize_result
 
 if TYPE_CHECKING:
-    from ostinato_tools.executor import ToolExecutor
+    from ostinato_tools.executor import BoundTool, ToolExecutor
 
 _logger = logging.getLogger(__name__)
 _NO_KWARGS: Mapping[str, Any] = {}
-_SPOKEN = {
-    ToolArgumentError: OutcomeKind.BAD_ARGUMENTS,
-    ToolFailedError: OutcomeKind.TOOL_ERROR,
-    ToolTimeoutError: OutcomeKind.TIMEOUT,
-    ToolRateLimitedError: OutcomeKind.RATE_LIMITED,
-}
-"""Errors by which a tool speaks to the model: their text is for it, and nothing is logged."""
 
 
 class _Slot:
     """The place of one tool class in a trajectory: its instance, if there is one, and whose turn it is."""
 
-    __slots__ = ("instance_id", "lock", "num_attempts", "tool")
+    __slots__ = ("instance_id", "lock", "num_attempts", "stubborn", "tool")
 
     def __init__(self) -> None:
         self.tool: BaseTool | None = None
         self.instance_id = ""
         self.num_attempts = 0
         self.lock = asyncio.Lock()
-
-
-class _Failed(Exception):
-    """A call that ends here, with its class and the text for the model."""
-
-    def __init__(self, kind: OutcomeKind, text: str) -> None:
-        super().__init__(kind, text)
-        self.kind = kind
-        self.text = text
+        self.stubborn: asyncio.Task | None = None
+        """A call that ignored its deadline and may still be running."""
 
 
 class TrajectoryTools:
     """What one trajectory may call. Made by `ToolExecutor.open`, used as an asynchronous context manager."""
 
+    __slots__ = (
+        "__weakref__",
+        "_begun",
+        "_bound",
+        "_executor",
+        "_num_calls",
+        "_open",
+        "_releasing",
+        "_running",
+        "_scope",
+        "_slots",
+        "_tools_kwargs",
+        "release_failures",
+        "schemas",
+        "trajectory_id",
+    )
+
     def __init__(
         self,
         executor: "ToolExecutor",
         trajectory_id: str,
-        definitions: Mapping[str, ToolDefinition],
+        bound: "Mapping[str, BoundTool]",
         schemas: list[dict],
         tools_kwargs: Mapping[str, Mapping[str, Any]],
     ) -> None:
@@ -77,36 +73,50 @@ class TrajectoryTools:
         self.release_failures: list[str] = []
         """What went wrong while releasing; filled when the context is left."""
         self._executor = executor
-        self._definitions = definitions
+        self._bound = bound
         self._tools_kwargs = tools_kwargs
         self._slots: dict[str, _Slot] = {}
-        self._begun: list[tuple[str, BaseTool, str]] = []
-        self._running: set[asyncio.Task] = set()
+        self._begun: list[tuple[BoundTool, BaseTool, str]] = []
+        self._running: dict[asyncio.Task, asyncio.Future] = {}
+        self._num_calls: dict[str, int] = {}
         self._scope: dict = {}
+        self._releasing: asyncio.Task | None = None
         self._open: bool | None = None
 
     async def __aenter__(self) -> "TrajectoryTools":
         if self._open is not None:
             raise ToolClosedError("tools of a trajectory must be opened once, got a second time; call open() again")
+        self._executor.enter(self)
         self._open = True
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop what runs and release every instance; leaving the context does this. Closing again does nothing more.
+
+        Raises:
+            asyncio.CancelledError: the caller was cancelled meanwhile; everything has been released all the same.
+        """
         self._open = False
-        if not self._begun and not self._running:
-            return
         interrupted: asyncio.CancelledError | None = None
-        while self._begun or self._running:
-            # A task of its own, so that cancelling the trajectory does not cut the release short.
-            task = asyncio.ensure_future(self._release_all())
+        while self._begun or self._running or self._releasing is not None:
+            # A task of its own, so that cancelling the trajectory does not cut the release short; one for all who close.
+            if self._releasing is None:
+                self._releasing = asyncio.ensure_future(self._release_all())
+            task = self._releasing
             while not task.done():
                 try:
                     await asyncio.shield(task)
                 except asyncio.CancelledError as error:
                     if not task.cancelled():
                         interrupted = error
+            if self._releasing is task:
+                self._releasing = None
             if not task.cancelled():
                 task.result()
+        self._executor.leave(self)
         if interrupted is not None:
             raise interrupted
 
@@ -144,19 +154,21 @@ class TrajectoryTools:
         for name, slot in self._slots.items():
             async with slot.lock:
                 if slot.tool is not None:
-                    rewards[name] = await self._calc_reward(name, slot.tool, slot.instance_id)
+                    rewards[name] = await self._calc_reward(self._bound[name], slot.tool, slot.instance_id)
         return rewards
 
-    async def _calc_reward(self, name: str, tool: BaseTool, instance_id: str) -> float:
-        timeout_s = self._executor.timeout_s
+    async def _calc_reward(self, bound: "BoundTool", tool: BaseTool, instance_id: str) -> float:
+        name = bound.name
         cure = "; correct calc_reward of the tool"
         try:
-            coroutine = tool.calc_reward(instance_id, **self._kwargs(name, "calc_reward_kwargs"))
-            value = await run_bounded(coroutine, timeout_s, f"calc_reward of {name}", self._running)
+            coroutine = _call(tool.calc_reward, instance_id, kwargs=self._kwargs(name, "calc_reward_kwargs"))
+            value = await run_bounded(coroutine, bound.deadlines(), f"calc_reward of {name}", self._running)
         except DeadlineExceeded:
-            raise ToolRewardError(f"calc_reward of {name} must end within {timeout_s} s, got no end{cure}") from None
+            raise ToolRewardError(
+                f"calc_reward of {name} must end within {bound.timeout_s} s, got no end{cure}"
+            ) from None
         except Exception as error:  # the tool's code; whatever it raises, there is no reward
-            raise ToolRewardError(f"calc_reward of {name} must give a number, got {_describe(error)}{cure}") from error
+            raise ToolRewardError(f"calc_reward of {name} must give a number, got {describe(error)}{cure}") from error
         if isinstance(value, int | float) and math.isfinite(value):
             return float(value)
         raise ToolRewardError(f"calc_reward of {name} must give a finite number, got {value!r:.80}{cure}")
@@ -164,19 +176,20 @@ class TrajectoryTools:
     async def _run_one(self, call: ToolCall) -> ToolOutcome:
         started = time.perf_counter()
         response, reward, metrics = None, 0.0, {}
+        bound = self._bound.get(call.name)
         try:
-            definition, arguments = self._checked(call)
-            if definition.function is not None:
-                result = await self._bounded(definition, definition.function.invoke(arguments))
+            arguments = self._checked(call, bound)
+            assert bound is not None
+            if bound.guard is None and bound.definition.function is not None:
+                response, reward, metrics = await self._attempt_function(bound, arguments)
             else:
-                result = await self._execute(definition, arguments)
-            response, reward, metrics = self._normalized(definition, result)
+                response, reward, metrics = await self._run_guarded(bound, arguments, call.id)
             kind, text = OutcomeKind.OK, response.text or ""
-        except _Failed as failed:
+        except CallFailed as failed:
             kind, text = failed.kind, failed.text
-        text = truncate(text, self._executor.max_response_length, self._executor.truncate_side)
+        text = self._executor.shorten(text)
         seconds = time.perf_counter() - started
-        self._executor.count(call.name if call.name in self._definitions else "", kind, seconds)
+        self._executor.count("" if bound is None else call.name, kind, seconds)
         return ToolOutcome(
             call=call,
             kind=kind,
@@ -187,103 +200,124 @@ class TrajectoryTools:
             terminate=metrics.get("terminate") is True,
         )
 
-    def _checked(self, call: ToolCall) -> tuple[ToolDefinition, dict]:
+    def _checked(self, call: ToolCall, bound: "BoundTool | None") -> dict:
         if call.error is not None:
-            raise _Failed(OutcomeKind.BAD_ARGUMENTS, f"Error: {call.error}")
-        definition = self._definitions.get(call.name)
-        if definition is None:
-            known = ", ".join(self._definitions) or "none"
-            raise _Failed(
+            raise CallFailed(OutcomeKind.BAD_ARGUMENTS, f"Error: {call.error}")
+        if bound is None:
+            known = ", ".join(self._bound) or "none"
+            raise CallFailed(
                 OutcomeKind.UNKNOWN_TOOL, f"Error: there is no tool {call.name!r:.80}; available tools: {known}."
             )
         arguments = call.arguments
         if not isinstance(arguments, dict):
-            raise _Failed(OutcomeKind.BAD_ARGUMENTS, f"Error: the arguments of {call.name} must be a JSON object.")
-        problems = definition.problems(arguments)
-        if not problems and definition.function is not None:
-            problems = definition.function.argument_problems(arguments)
+            raise CallFailed(OutcomeKind.BAD_ARGUMENTS, f"Error: the arguments of {call.name} must be a JSON object.")
+        problems = bound.definition.problems(arguments)
         if problems:
-            raise _Failed(
+            raise CallFailed(
                 OutcomeKind.BAD_ARGUMENTS, f"Error: the arguments of {call.name} are not valid: {'; '.join(problems)}."
             )
-        try:
-            return definition, _own(arguments)
-        except RecursionError:
-            raise _Failed(
-                OutcomeKind.BAD_ARGUMENTS, f"Error: the arguments of {call.name} are nested too deeply."
-            ) from None
+        return arguments
 
-    async def _execute(self, definition: ToolDefinition, arguments: dict) -> Any:
-        name = definition.name
+    async def _run_guarded(self, bound: "BoundTool", arguments: dict, call_id: str) -> tuple[ToolResponse, float, dict]:
+        name = bound.name
+        if bound.definition.function is not None:
+            return await self._keep_policy(
+                bound, arguments, call_id, functools.partial(self._attempt_function, bound, arguments)
+            )
         slot = self._slots.get(name)
         if slot is None:
             slot = self._slots[name] = _Slot()
-        async with slot.lock:
-            tool = slot.tool or await self._create(definition, slot)
-            kwargs = self._kwargs(name, "execute_kwargs")
-            return await self._bounded(definition, _execute(tool, slot.instance_id, arguments, kwargs))
+        attempt = functools.partial(self._attempt_method, bound, slot, arguments)
+        async with slot.lock:  # through all attempts, so that later calls do not overtake
+            return await self._keep_policy(bound, arguments, call_id, attempt)
 
-    async def _create(self, definition: ToolDefinition, slot: _Slot) -> BaseTool:
-        name = definition.name
+    async def _keep_policy(self, bound: "BoundTool", arguments: dict, call_id: str, attempt: Any) -> Any:
+        if bound.guard is None:
+            return await attempt()
+        num_earlier = self._num_calls.get(bound.name, 0)
+        self._num_calls[bound.name] = num_earlier + 1
+        return await bound.guard.run(arguments, f"{self.trajectory_id}/{call_id}", num_earlier, attempt)
+
+    async def _attempt_function(self, bound: "BoundTool", arguments: dict) -> tuple[ToolResponse, float, dict]:
+        function = bound.definition.function
+        assert function is not None
+        self._require_open_for(bound)
+        result = await self._bounded(bound, function.invoke(_owned(bound, arguments)))
+        return self._normalized(bound, result)
+
+    async def _attempt_method(
+        self, bound: "BoundTool", slot: _Slot, arguments: dict
+    ) -> tuple[ToolResponse, float, dict]:
+        self._require_open_for(bound)
+        if slot.stubborn is not None and not slot.stubborn.done():
+            text = f"Error: {bound.name} still runs an earlier call that ignored its deadline."
+            raise CallFailed(OutcomeKind.INFRASTRUCTURE, text)
+        tool = slot.tool or await self._create(bound, slot)
+        kwargs = self._kwargs(bound.name, "execute_kwargs")
+        coroutine = _call(tool.execute, slot.instance_id, _owned(bound, arguments), kwargs=kwargs)
+        return self._normalized(bound, await self._bounded(bound, coroutine, slot))
+
+    async def _create(self, bound: "BoundTool", slot: _Slot) -> BaseTool:
+        name = bound.name
         slot.num_attempts += 1
         suffix = "" if slot.num_attempts == 1 else f"/{slot.num_attempts}"
         instance_id = f"{self.trajectory_id}/{name}{suffix}"
         try:
-            self._require_open()
-            tool = definition.make()
+            tool = bound.definition.make()
             tool.trajectory_scope = self._scope
-            self._begun.append((name, tool, instance_id))
-            coroutine = _create(tool, instance_id, self._kwargs(name, "create_kwargs"))
-            await run_bounded(coroutine, self._executor.timeout_s, f"create of {name}", self._running)
+            self._begun.append((bound, tool, instance_id))
+            coroutine = _call(tool.create, instance_id, kwargs=self._kwargs(name, "create_kwargs"))
+            await run_bounded(coroutine, bound.deadlines(), f"create of {name}", self._running)
         except DeadlineExceeded:
-            text = f"Error: {name} could not be started within {self._executor.timeout_s} s."
-            raise _Failed(OutcomeKind.INFRASTRUCTURE, text) from None
+            text = f"Error: {name} could not be started within {bound.timeout_s} s."
+            raise CallFailed(OutcomeKind.INFRASTRUCTURE, text) from None
         except Exception as error:  # the tool's code: its failure belongs to this call alone
             self._log("create", name, error)
-            raise _Failed(
-                OutcomeKind.INFRASTRUCTURE, f"Error: {name} could not be started: {_describe(error)}"
+            raise CallFailed(
+                OutcomeKind.INFRASTRUCTURE, f"Error: {name} could not be started: {describe(error)}"
             ) from None
         slot.tool, slot.instance_id = tool, instance_id
         return tool
 
-    async def _bounded(self, definition: ToolDefinition, coroutine: Any) -> Any:
-        name, timeout_s = definition.name, self._executor.timeout_s
+    async def _bounded(self, bound: "BoundTool", coroutine: Any, slot: _Slot | None = None) -> Any:
         try:
-            return await run_bounded(coroutine, timeout_s, f"tool {name}", self._running)
-        except DeadlineExceeded:
-            raise _Failed(OutcomeKind.TIMEOUT, f"Error: {name} did not finish within {timeout_s} s.") from None
+            return await run_bounded(coroutine, bound.deadlines(), bound.name, self._running)
+        except DeadlineExceeded as exceeded:
+            if slot is not None:
+                slot.stubborn = exceeded.task
+            failed = CallFailed(OutcomeKind.TIMEOUT, f"Error: {bound.name} did not finish within {bound.timeout_s} s.")
         except Exception as error:  # the tool's code: its failure belongs to this call alone
-            for spoken, kind in _SPOKEN.items():
-                if isinstance(error, spoken):
-                    raise _Failed(kind, f"Error: {error}") from None
-            self._log("execute", name, error)
-            broken = isinstance(error, ToolInfrastructureError)
-            kind = OutcomeKind.INFRASTRUCTURE if broken else OutcomeKind.TOOL_ERROR
-            raise _Failed(kind, f"Error: {name} failed: {_describe(error)}") from None
+            spoken = spoken_failure(error)
+            if spoken is None:
+                self._log("execute", bound.name, error)
+            failed = spoken or unspoken_failure(bound.name, error)
+        self._require_open_for(bound)
+        raise failed
 
-    def _normalized(self, definition: ToolDefinition, result: Any) -> tuple[ToolResponse, float, dict]:
+    def _normalized(self, bound: "BoundTool", result: Any) -> tuple[ToolResponse, float, dict]:
         try:
             return normalize_result(result)
         except Exception as error:  # also what a foreign __repr__ or __float__ raises
-            self._log("result", definition.name, error)
-            raise _Failed(OutcomeKind.TOOL_ERROR, f"Error: {definition.name} failed: {_describe(error)}") from None
+            self._log("result", bound.name, error)
+            raise unspoken_failure(bound.name, error) from None
 
     async def _release_all(self) -> None:
         if self._running:
-            await stop(set(self._running), f"tools of trajectory {self.trajectory_id}")
+            await stop(dict(self._running), f"tools of trajectory {self.trajectory_id}")
             self._running.clear()
         while self._begun:
-            name, tool, instance_id = self._begun.pop()
+            bound, tool, instance_id = self._begun.pop()
+            name = bound.name
             try:
-                coroutine = _release(tool, instance_id, self._kwargs(name, "release_kwargs"))
-                await run_bounded(coroutine, self._executor.timeout_s, f"release of {name}", set())
+                coroutine = _call(tool.release, instance_id, kwargs=self._kwargs(name, "release_kwargs"))
+                await run_bounded(coroutine, bound.deadlines(), f"release of {name}", {})
             except DeadlineExceeded:
-                self.release_failures.append(f"{name}: release did not end within {self._executor.timeout_s} s")
+                self.release_failures.append(f"{name}: release did not end within {bound.timeout_s} s")
             except asyncio.CancelledError:  # the loop is being closed: the other instances still want their release
                 self.release_failures.append(f"{name}: release was cancelled")
             except Exception as error:  # recorded: a trajectory is not lost because its tool cannot say goodbye
                 self._log("release", name, error)
-                self.release_failures.append(f"{name}: {_describe(error)}")
+                self.release_failures.append(f"{name}: {describe(error)}")
 
     def _kwargs(self, name: str, key: str) -> dict:
         kwargs = self._tools_kwargs.get(name, _NO_KWARGS).get(key)
@@ -296,21 +330,27 @@ class TrajectoryTools:
                 f"tools of {self.trajectory_id} must be open, got {state}; use them inside `async with`"
             )
 
+    def _require_open_for(self, bound: "BoundTool") -> None:
+        if not self._open:
+            text = f"Error: {bound.name} was not run to its end, because the tools were closed."
+            raise CallFailed(OutcomeKind.INFRASTRUCTURE, text)
+
     def _log(self, what: str, name: str, error: BaseException) -> None:
         _logger.warning("%s of tool %s failed in trajectory %s", what, name, self.trajectory_id, exc_info=error)
 
 
-# Coroutines around the tool's methods: a method that is no coroutine function fails inside the deadline, as any other.
-async def _create(tool: BaseTool, instance_id: str, kwargs: dict) -> Any:
-    return await tool.create(instance_id, **kwargs)
+async def _call(method: Callable[..., Any], *args: Any, kwargs: dict) -> Any:
+    # A method that is no coroutine function fails inside the deadline, as any other.
+    return await method(*args, **kwargs)
 
 
-async def _execute(tool: BaseTool, instance_id: str, arguments: dict, kwargs: dict) -> Any:
-    return await tool.execute(instance_id, arguments, **kwargs)
-
-
-async def _release(tool: BaseTool, instance_id: str, kwargs: dict) -> Any:
-    return await tool.release(instance_id, **kwargs)
+def _owned(bound: "BoundTool", arguments: dict) -> dict:
+    try:
+        return _own(arguments)
+    except RecursionError:
+        raise CallFailed(
+            OutcomeKind.BAD_ARGUMENTS, f"Error: the arguments of {bound.name} are nested too deeply."
+        ) from None
 
 
 def _own(value: Any) -> Any:
@@ -330,13 +370,3 @@ def _content(text: str, response: ToolResponse | None) -> str | list[dict]:
     if text:
         content.append({"type": "text", "text": text})
     return content
-
-
-def _describe(error: BaseException) -> str:
-    name = type(error).__name__
-    try:
-        text = str(error)
-        text.encode()
-    except Exception:  # a foreign __str__ may raise, or give what is no text; the name of the class remains
-        return name
-    return f"{name}: {text}" if text else name
