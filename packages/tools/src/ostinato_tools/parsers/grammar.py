@@ -6,7 +6,7 @@ finds with `turn.add_call` and `turn.add_error`, and leaves `turn.position` wher
 tags derives from `Format` and supplies the grammar of a whole turn.
 
 Time must be linear on any text. A broken call should end where it broke, not at the end of the text: see `JsonRun` and
-`JsonValue`. If openers cannot stand outside of a string in what is scanned, at most two scans cover the same text: of two
+`Bracketed`. If openers cannot stand outside of a string in what is scanned, at most two scans cover the same text: of two
 that are under way at one place, one is in a string where the other is not (a backslash outside of a string ends a scan, so
 every quote toggles both), and where a third would begin, at an opener, one of the two ends.
 """
@@ -61,6 +61,7 @@ class Format(ABC):
             id_prefix=id_prefix,
             in_reasoning=in_reasoning,
             late_reasoning=late_reasoning,
+            make_id=self.make_id,
         )
         next(self.grammar(turn), None)
         return turn.parsed()
@@ -89,12 +90,17 @@ class Format(ABC):
             id_prefix=id_prefix,
             in_reasoning=in_reasoning,
             late_reasoning=late_reasoning,
+            make_id=self.make_id,
         )
         return GrammarStream(self.grammar, turn, self.end_tokens if end_tokens is None else end_tokens)
 
     @abstractmethod
     def grammar(self, turn: Turn) -> Steps[None]:
         """Take a turn apart."""
+
+    def make_id(self, prefix: str, index: int) -> str:
+        """Return the id of a call to which the model gave none, from the caller's prefix and the call's number."""
+        return f"{prefix}{index}"
 
 
 class TagFormat(Format):
@@ -117,6 +123,12 @@ class TagFormat(Format):
     def read_call(self, turn: Turn, opener: str) -> Steps[None]:
         """Read what begins with `opener`, which ends at `turn.position`, and leave `turn.position` behind it."""
 
+    def read_start(self, turn: Turn) -> Steps[None]:
+        """Read calls that stand, without an opener, where content begins; for formats that have such calls. If there is
+        none, leave the turn as it is; else call `turn.begin_content` behind them."""
+        return
+        yield
+
     def grammar(self, turn: Turn) -> Steps[None]:
         """Take a turn apart; the same for all formats of this kind."""
         if turn.in_reasoning and self._reasoning_openers is not None:
@@ -124,13 +136,16 @@ class TagFormat(Format):
             opener = yield from turn.tag_at(self._reasoning_openers, turn.position)
             turn.position = turn.position + len(opener) if opener else 0
             yield from self._read_reasoning(turn, self._closing[opener] if opener else self.reasoning_tags[0][1])
+        yield from self.read_start(turn)
         while tag := (yield from turn.content_until(self._tags)):
             if tag in self._closing:
                 yield from self._read_reasoning(turn, self._closing[tag])
+                yield from self.read_start(turn)
             elif tag in self.openers:
                 yield from self._read_call(turn, tag)
             elif tag in self._end_reasoning and turn.undecided:
                 self._reason_so_far(turn, tag, turn.position - len(tag))
+                yield from self.read_start(turn)
             else:
                 turn.add_error(f"{tag} closes nothing; write the opening tag first")
                 turn.keep()
@@ -149,6 +164,7 @@ class TagFormat(Format):
             if found := [end for end in ends if end[0] >= 0]:
                 at, tag = min(found)
                 self._reason_so_far(turn, tag, at)
+                yield from self.read_start(turn)
                 return
         turn.begin_content()
 

@@ -19,6 +19,7 @@ class ReadCall(NamedTuple):
     arguments: dict | None
     raw: str
     error: str | None = None
+    call_id: str | None = None
 
 
 class _Call(msgspec.Struct):
@@ -44,25 +45,26 @@ class JsonCallReader:
         """How a call must be written, for messages."""
 
     def read(self, body: str) -> ReadCall:
-        """Decode a call."""
-        return self.read_with_id(body)[0]
-
-    def read_with_id(self, body: str) -> tuple[ReadCall, str | None]:
-        """Decode a call, and the id that the model gave it under "id" (None if it is no text)."""
+        """Decode a call, with the id that the model gave it under "id" (None if it is no text)."""
         body = body.strip(_BLANK)
         try:
             call = _decode_call(body)
             raw = next((bytes(found).decode() for key in self._keys if (found := getattr(call, key))), "")
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
             named = _NAME.match(body)
-            return ReadCall(named.group(1) if named else "", None, body, self._fault(error, body)), None
+            return ReadCall(named.group(1) if named else "", None, body, self._fault(error, body))
         call_id = call.id if isinstance(call.id, str) else None
         if not call.name:
-            return ReadCall("", None, raw, f"the name of a tool call must not be empty; write {self.shape}"), call_id
+            error = f"the name of a tool call must not be empty; write {self.shape}"
+            return ReadCall("", None, raw, error, call_id)
         if not raw:
             error = f"the tool call must be {self.shape}: the key {self._keys[0]} is missing"
-            return ReadCall(call.name, None, body, error), call_id
-        return read_arguments(call.name, raw, self.shape), call_id
+            return ReadCall(call.name, None, body, error, call_id)
+        return read_arguments(call.name, raw, self.shape, call_id)
+
+    def has_arguments(self, body: str) -> bool:
+        """Tell whether a call that `read` refused at least names its arguments; JSON without them is no call at all."""
+        return any(f'"{key}"' in body for key in self._keys)
 
     def _fault(self, error: Exception, body: str) -> str:
         if isinstance(error, msgspec.ValidationError):
@@ -70,23 +72,27 @@ class JsonCallReader:
         return json_fault("the tool call", error, body, self.shape)
 
 
-def read_arguments(name: str, raw: str, shape: str = "<object>") -> ReadCall:
+def read_arguments(name: str, raw: str, shape: str = "<object>", call_id: str | None = None) -> ReadCall:
     """Decode the arguments of a call whose name is known.
 
     Args:
         name: The name.
         raw: The arguments as JSON.
         shape: How the call (or the arguments) must be written, for messages.
+        call_id: The id that the model gave the call.
     """
     raw = raw.strip(_BLANK)
     kind = None if raw[:1] in ("{", "") else _KINDS.get(raw[0], "a number")
+    error = None
+    arguments = None
     try:
         arguments = _decode_any(raw)
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        return ReadCall(name, None, raw, json_fault(f"the arguments of {name}", error, raw, shape))
-    if kind is not None:
-        return ReadCall(name, None, raw, f"the arguments of {name} must be a JSON object, got {kind}; write {shape}")
-    return ReadCall(name, arguments, raw)
+    except (msgspec.DecodeError, RecursionError, ValueError) as reason:
+        error = json_fault(f"the arguments of {name}", reason, raw, shape)
+    else:
+        if kind is not None:
+            error = f"the arguments of {name} must be a JSON object, got {kind}; write {shape}"
+    return ReadCall(name, arguments if error is None else None, raw, error, call_id)
 
 
 def json_fault(what: str, error: Exception, body: str, shape: str) -> str:

@@ -4,15 +4,12 @@ Nothing here backtracks: the regular expressions are possessive or plain alterna
 """
 
 import re
+from typing import NamedTuple
 
 _RUN = re.compile(r'(?:[^"\\<]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 """Text up to an unclosed string, or to a `<` or backslash outside of a string."""
 _IN_STRING = re.compile(r"(?:[^\"\\]++|\\.)*+", re.DOTALL)
 """The rest of a string, up to its quote."""
-_FLAT = re.compile(r'(?:[\s0-9+\-.,:eEtrufalsn]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
-"""JSON up to a bracket, an unclosed string, or what stands in no JSON outside of a string."""
-_OPENING = re.compile(r"[\[{]++")
-_CLOSING = re.compile(r"[\]}]++")
 
 
 class Tags:
@@ -68,48 +65,78 @@ class JsonRun:
             self._in_string = self.end + 1
 
 
-class JsonValue:
-    """Finds the end of a JSON object or array that begins at `start`, by its brackets.
+class Dialect(NamedTuple):
+    """How values are written, as far as finding their ends needs it."""
 
-    It stops, incomplete, at what stands in no JSON outside of a string. Kinds of brackets are not compared: decoding does.
-    Like `JsonRun`, it goes on where it was.
+    flat: re.Pattern[str]
+    """What may stand up to a bracket: whole strings, and anything else that does not break a value."""
+    opening: re.Pattern[str]
+    closing: re.Pattern[str]
+    strings: dict[str, re.Pattern[str]]
+    """By quote: the rest of a string up to its quote."""
+
+
+JSON = Dialect(
+    re.compile(r'(?:[^"\\\[\]{}<;/T]++|(?<!\[)[/T]|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL),
+    re.compile(r"[\[{]++"),
+    re.compile(r"[\]}]++"),
+    {'"': _IN_STRING},
+)
+"""JSON. It is broken by a backslash, `<` or `;` outside of a string, and by `[T` and `[/`, with which tags begin."""
+PYTHON = Dialect(
+    re.compile(r"""(?:[^"'\\\[\](){}<]++|"(?:[^"\\]++|\\.)*+"|'(?:[^'\\]++|\\.)*+')*+""", re.DOTALL),
+    re.compile(r"[\[{(]++"),
+    re.compile(r"[\]})]++"),
+    {'"': _IN_STRING, "'": re.compile(r"(?:[^'\\]++|\\.)*+", re.DOTALL)},
+)
+"""Python's literals. They are broken by a backslash or `<` outside of a string."""
+
+
+class Bracketed:
+    """Finds the end of what begins with a bracket at `start`, by its brackets.
+
+    It stops, incomplete, at what breaks a value of this dialect. Kinds of brackets are not compared: decoding does. Like
+    `JsonRun`, it goes on where it was.
     """
 
-    __slots__ = ("_depth", "_in_string", "complete", "end")
+    __slots__ = ("_depth", "_dialect", "_in_string", "_quote", "complete", "end")
 
-    def __init__(self, start: int) -> None:
+    def __init__(self, start: int, dialect: Dialect) -> None:
         self.end = start
         """The end of the value if `complete`, else how far it could be one (in an unclosed string: its quote)."""
         self.complete = False
+        self._dialect = dialect
         self._depth = 0
         self._in_string = 0
+        self._quote = ""
 
     def advance(self, text: str) -> bool:
         """Go on as far as `text` goes, and tell whether the end is found, one way or the other."""
-        length = len(text)
+        length, dialect = len(text), self._dialect
         while not self.complete:
             if self._in_string:
-                at = _end_of(_IN_STRING, text, self._in_string)
-                if at >= length or text[at] != '"':
+                at = _end_of(dialect.strings[self._quote], text, self._in_string)
+                if at >= length or text[at] != self._quote:
                     self._in_string = at
                     return False
                 self._in_string, self.end = 0, at + 1
             if self._depth:
-                self.end = _end_of(_FLAT, text, self.end)
+                self.end = _end_of(dialect.flat, text, self.end)
             if self.end >= length:
                 return False
             char = text[self.end]
-            if char in "[{":
-                run = _end_of(_OPENING, text, self.end)
-                self._depth += run - self.end
-                self.end = run
-            elif char in "]}" and self._depth:
-                run = min(_end_of(_CLOSING, text, self.end), self.end + self._depth)
-                self._depth -= run - self.end
-                self.end = run
+            if opening := dialect.opening.match(text, self.end):
+                self._depth += opening.end() - self.end
+                self.end = opening.end()
+            elif not self._depth:
+                return True
+            elif closing := dialect.closing.match(text, self.end):
+                end = min(closing.end(), self.end + self._depth)
+                self._depth -= end - self.end
+                self.end = end
                 self.complete = self._depth == 0
-            elif char == '"' and self._depth:
-                self._in_string = self.end + 1
+            elif char in dialect.strings:
+                self._quote, self._in_string = char, self.end + 1
             else:
                 return True
         return True

@@ -7,12 +7,13 @@ ended. What the grammar finds it tells the turn at once, as deltas. So a stream 
 that later text could take back. A turn that has ended never waits.
 """
 
-from collections.abc import Generator, Sequence
+import re
+from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 from ostinato_tools.calls import ToolCall
 from ostinato_tools.parsers.base import CallDelta, ContentDelta, Delta, ErrorDelta, ParsedTurn, ReasoningDelta, assemble
-from ostinato_tools.parsers.scanning import JsonRun, JsonValue, Tags
+from ostinato_tools.parsers.scanning import JSON, Bracketed, Dialect, JsonRun, Tags
 from ostinato_tools.parsers.schema_types import ToolTypes
 
 _T = TypeVar("_T")
@@ -32,6 +33,7 @@ class Turn:
         id_prefix: str = "call_",
         in_reasoning: bool = False,
         late_reasoning: bool = True,
+        make_id: Callable[[str, int], str] = "{}{}".format,
     ) -> None:
         self.text = text
         """The text so far, without end tokens."""
@@ -47,6 +49,7 @@ class Turn:
         """A closing tag of reasoning may yet make everything before it reasoning (`reason_so_far`)."""
         self.deltas: list[Delta] = []
         self._id_prefix = id_prefix
+        self._make_id = make_id
         self._ids: set[str] = set()
         self._num_calls = 0
         self._content = _Passage(None)
@@ -96,6 +99,16 @@ class Turn:
                 return start
             yield
 
+    def word_end(self, pattern: re.Pattern[str], start: int) -> Steps[int]:
+        """Return where, from `start` on, what `pattern` matches ends. It must match only so many characters, and go on
+        matching if there are more of the same."""
+        while True:
+            match = pattern.match(self.text, start)
+            end = match.end() if match is not None else start
+            if end < len(self.text) or self.ended:
+                return end
+            yield
+
     def json_run(self, start: int) -> Steps[int]:
         """Return where text from `start` on stops that could be JSON: at a `<` or backslash outside of a string, at the
         quote of a string that is never closed, or at the end."""
@@ -104,10 +117,10 @@ class Turn:
             yield
         return run.end
 
-    def json_value(self, start: int) -> Steps[tuple[int, bool]]:
-        """Return the end of the JSON object or array that begins at `start`, and True; where it is broken or never ends,
-        how far it could be one, and False."""
-        value = JsonValue(start)
+    def bracketed(self, start: int, dialect: Dialect = JSON) -> Steps[tuple[int, bool]]:
+        """Return the end of what begins with a bracket at `start` (a JSON object, say), and True; where it is broken or
+        never ends, how far it could be such a thing, and False."""
+        value = Bracketed(start, dialect)
         while not value.advance(self.text) and not self.ended:
             yield
         return value.end, value.complete
@@ -174,7 +187,7 @@ class Turn:
         self.position = end
 
     def add_call(
-        self, name: str, arguments: dict | None, raw: str, error: str | None = None, *, call_id: str | None = None
+        self, name: str, arguments: dict | None, raw: str, error: str | None = None, call_id: str | None = None
     ) -> None:
         """A call has ended.
 
@@ -186,7 +199,7 @@ class Turn:
             call_id: The id that the model gave it; used unless the turn has another call of that id.
         """
         if not call_id or call_id in self._ids:
-            call_id = f"{self._id_prefix}{self._num_calls}"
+            call_id = self._make_id(self._id_prefix, self._num_calls)
         self._ids.add(call_id)
         self._num_calls += 1
         self.deltas.append(CallDelta(ToolCall(name, arguments, raw, call_id, error)))
