@@ -148,6 +148,8 @@ def policy_from_mapping(values: Any, place: str, base: ToolPolicy | None = None)
     unknown = [key for key in values if key not in known]
     if unknown:
         raise ToolConfigError(f"policy of {place} must have known keys, got {unknown}; known are {', '.join(known)}")
+    if base is not None and not isinstance(base, ToolPolicy):
+        raise ToolConfigError(f"policy of {place} must be a ToolPolicy, got {base!r:.80}; write ToolPolicy(...)")
     try:
         return msgspec.structs.replace(ToolPolicy() if base is None else base, **values)
     except ToolConfigError as error:

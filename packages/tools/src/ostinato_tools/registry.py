@@ -189,12 +189,12 @@ class ToolRegistry:
 
 
 def _effective_policy(own: ToolPolicy | None, given: ToolPolicy | Mapping | None, place: str) -> ToolPolicy:
-    for policy in (own, given):
-        if not isinstance(policy, ToolPolicy | Mapping | None):
-            raise ToolConfigError(f"policy of {place} must be a ToolPolicy, got {policy!r:.80}; write ToolPolicy(...)")
     if isinstance(given, Mapping):
-        return policy_from_mapping(given, place, own)
-    return given or own or ToolPolicy()
+        given = policy_from_mapping(given, place, own)
+    policy = given or own or ToolPolicy()
+    if not isinstance(policy, ToolPolicy):
+        raise ToolConfigError(f"policy of {place} must be a ToolPolicy, got {policy!r:.80}; write ToolPolicy(...)")
+    return policy
 
 
 def _check_policy(policy: ToolPolicy, place: str, function: FunctionTool | None) -> None:
