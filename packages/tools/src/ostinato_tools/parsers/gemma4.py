@@ -29,7 +29,7 @@ class Gemma4Parser(TagFormat):
     """Parser of the format of Gemma 4."""
 
     name = "gemma4"
-    stop_tokens = ("<turn|>", "<|tool_response>")
+    stop_tokens: tuple[str, ...] = ("<turn|>", "<|tool_response>")
     end_tokens = ("<turn|>", "<|tool_response>", "<eos>")
     openers = (_OPEN,)
     closers = (_CLOSE,)

@@ -19,7 +19,10 @@ class GlmParser(TaggedFormat):
     """Parser of the format of GLM 4.5 and later."""
 
     name = "glm"
-    end_tokens = ("<|user|>", "<|observation|>", "<|endoftext|>")
+    end_tokens = (
+        *("<|user|>", "<|observation|>", "<|endoftext|>"),  # GLM's own; the others are of models that took the format over
+        *("<|role_end|>", "<｜end▁of▁sentence｜>", "</assistant>"),
+    )
     begin, end = "<tool_call>", "</tool_call>"
     call_tags = ("", "", "")
     parameter_tags = ("<arg_key>", "</arg_key>", "</arg_value>")

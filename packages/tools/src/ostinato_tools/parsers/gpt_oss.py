@@ -13,10 +13,11 @@ whole name. It cannot express: names with white space or `<`.
 """
 
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 from ostinato_tools.parsers.grammar import Format, unclosed
-from ostinato_tools.parsers.json_calls import read_arguments
+from ostinato_tools.parsers.json_calls import ReadCall, read_arguments
 from ostinato_tools.parsers.scanning import JSON, Bracketed, Tags
 from ostinato_tools.parsers.turn import Steps, Turn
 
@@ -28,25 +29,29 @@ _RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
 _CHANNEL_NAME = re.compile(r"\s*(\w+)")
 _SHAPE = '<|channel|>commentary to=functions.<name> <|constrain|>json<|message|>{"key": ...}<|call|>'
 _EXCERPT = 60
+_LONG = 200
+"""Longer headers are not remembered."""
 
 
 class _Header(NamedTuple):
-    role: str
     channel: str
     recipient: str
+    is_own: bool = True
+    """Whether its role is assistant."""
+    error: str | None = None
 
 
 class GptOssParser(Format):
     """Parser of the harmony format."""
 
     name = "gpt_oss"
-    stop_tokens = ("<|return|>", _CALL)
+    stop_tokens: tuple[str, ...] = ("<|return|>", _CALL)
     end_tokens = ("<|return|>",)
 
     def grammar(self, turn: Turn) -> Steps[None]:
         """Take a turn apart. A prompt that ended inside reasoning ended behind the `<|message|>` of an analysis."""
         turn.undecided = False
-        header = _Header("assistant", "analysis", "") if turn.in_reasoning else (yield from _read_header(turn, False))
+        header = _Header("analysis", "") if turn.in_reasoning else (yield from _read_header(turn, False))
         while header is not None:
             tag = yield from _read_text(turn, header)
             if tag == _CHANNEL:
@@ -60,42 +65,49 @@ def _read_header(turn: Turn, has_role: bool) -> Steps[_Header | None]:
     while True:
         start = turn.position
         tag, at = yield from turn.find(_HEADER_END, start)
+        text = turn.text[start:at]
+        turn.position = at + len(tag)
         if tag == _MESSAGE:
-            turn.position = at + len(tag)
-            return _parse_header(turn, turn.text[start:at], has_role)
-        if turn.text[start:at].strip():
-            excerpt = turn.text[start:at].strip()[:_EXCERPT]
+            header = _parse_header(text, has_role) if at - start < _LONG else _parse_header.__wrapped__(text, has_role)
+            if header.error is not None:
+                turn.add_error(header.error)
+            return header
+        if text := text.strip():
+            excerpt = text[:_EXCERPT]
             turn.add_error(
                 f"a message must have <|message|> between its header and its text, got {excerpt!r}; write both"
             )
         elif tag and tag != _START:
             turn.add_error(f"{tag} ends nothing; write a message first")
-        if not tag and _CHANNEL not in turn.text[start:at]:  # no message at all: text for the reader
-            turn.begin_content()
-            turn.position = at
-            turn.keep()
-        turn.position = at + len(tag)
         if not tag:
+            if _CHANNEL not in text:  # no header at all: text for the reader
+                turn.position = start
+                turn.begin_content()
+                turn.position = at
+                turn.keep()
             return None
         has_role = tag == _START
 
 
-def _parse_header(turn: Turn, header: str, has_role: bool) -> _Header:
+@lru_cache(maxsize=256)
+def _parse_header(header: str, has_role: bool) -> _Header:
+    """Take apart what stands before `<|message|>`; `has_role`: behind a `<|start|>`, so that it begins with the role."""
     before, _, behind = header.partition(_CHANNEL)
     recipient = _RECIPIENT.search(before) or _RECIPIENT.search(behind)
-    channel = _CHANNEL_NAME.match(behind)
+    found = _CHANNEL_NAME.match(behind)
+    channel = found.group(1) if found else ""
     role = before.split(maxsplit=1)[0] if has_role and before.strip() else "assistant"
-    found = _Header(role, channel.group(1) if channel else "", recipient.group(1) if recipient else "")
+    error = None
     if role != "assistant":
-        turn.add_error(f"the role of a message must be assistant, got {role!r}; write only messages of your own")
-    elif found.channel not in ("analysis", "commentary", "final"):
-        turn.add_error(f"the channel must be analysis, commentary or final, got {found.channel!r}; write one of them")
-    return found
+        error = f"the role of a message must be assistant, got {role!r}; write only messages of your own"
+    elif channel not in ("analysis", "commentary", "final"):
+        error = f"the channel must be analysis, commentary or final, got {channel!r}; write one of them"
+    return _Header(channel, recipient.group(1) if recipient else "", role == "assistant", error)
 
 
 def _read_text(turn: Turn, header: _Header) -> Steps[str]:
     """Read the text of a message, go behind the tag that ends it and return that tag; "" at the end."""
-    if header.role != "assistant":
+    if not header.is_own:
         tag, at = yield from turn.find(_TEXT_END, turn.position)
         turn.position = at + len(tag)
     elif header.recipient:
@@ -112,26 +124,37 @@ def _read_text(turn: Turn, header: _Header) -> Steps[str]:
 
 def _read_call(turn: Turn, name: str) -> Steps[str]:
     start = turn.position
-    stop = yield from turn.json_run(start)
-    tag = yield from turn.tag_at(_TEXT_END, stop)
-    if not tag and stop == len(turn.text) and _is_cut(turn.text, start):
+    tag, stop = yield from turn.find(_TEXT_END, start)
+    call = read_arguments(name, turn.text[start:stop], _SHAPE)
+    if call.error is not None and tag:  # the tag may stand in a string
+        longer, end_tag = yield from _read_longer_call(turn, name, stop)
+        if longer is not None:
+            call, tag, stop = longer, end_tag, turn.position
+    elif call.error is not None and _is_cut(turn.text, start):
         turn.add_error(unclosed(turn.text[start:][:_EXCERPT], _CALL))
         turn.position = stop
         return ""
-    call = read_arguments(name, turn.text[start:stop], _SHAPE)
-    if call.error is not None or (not tag and stop < len(turn.text)):
-        end = _TEXT_END.search(turn.text, start, stop)  # it may follow a string that was not closed
-        if end is not None and not (tag and turn.text.find(_START, end.start(), stop) < 0):
-            tag, stop = end.group(), end.start()
-        elif not tag:
-            tag, stop = yield from turn.find(_TEXT_END, stop)
-        call = read_arguments(name, turn.text[start:stop], _SHAPE)
     if not name:
         turn.add_call("", None, call.raw, f"the name of a tool must not be empty; write {_SHAPE}")
     else:
         turn.add_call(*call)
     turn.position = stop + len(tag)
     return tag
+
+
+def _read_longer_call(turn: Turn, name: str, first_end: int) -> Steps[tuple[ReadCall | None, str]]:
+    """Return the call at the position with the tag behind it and go to that tag, if it ends behind `first_end`, at a tag
+    outside of strings; None if a string that is not closed may have hidden another message."""
+    start = turn.position
+    stop = yield from turn.json_run(start)
+    tag = yield from turn.tag_at(_TEXT_END, stop)
+    if stop <= first_end or not (tag or stop == len(turn.text)):
+        return None, ""
+    call = read_arguments(name, turn.text[start:stop], _SHAPE)
+    if call.error is not None and (not tag or turn.text.find(_START, first_end, stop) >= 0):
+        return None, ""
+    turn.position = stop
+    return call, tag
 
 
 def _is_cut(text: str, start: int) -> bool:

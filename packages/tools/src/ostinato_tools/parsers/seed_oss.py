@@ -9,6 +9,7 @@ It cannot express: names with a newline or `>`.
 
 from typing import Any
 
+from ostinato_tools.parsers.literals import read_literal
 from ostinato_tools.parsers.schema_types import ParameterTypes
 from ostinato_tools.parsers.tagged import TaggedFormat
 
@@ -26,4 +27,4 @@ class SeedOssParser(TaggedFormat):
 
     def value(self, types: ParameterTypes, key: str, text: str) -> Any:
         """Return the value that a text means."""
-        return types.read(key, text)
+        return types.read(key, text, read_literal=read_literal)
