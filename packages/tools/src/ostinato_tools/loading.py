@@ -12,14 +12,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import yaml
-
 from ostinato_tools.base import BaseTool
 from ostinato_tools.errors import ToolConfigError, ToolError, ToolFileNotFoundError, ToolImportError
 from ostinato_tools.function import FunctionTool
 from ostinato_tools.registry import ToolRegistry
+from ostinato_tools.yaml_files import read_config_file
 
-_ENTRY_KEYS = ("class_name", "config", "tool_schema")
+_ENTRY_KEYS = ("class_name", "config", "tool_schema", "policy")
+_MCP_ENTRY_KEYS = ("class_name", "config", "mcp")
 
 
 def load_tools(
@@ -28,9 +28,11 @@ def load_tools(
     """Load tools from either file, or from both.
 
     Args:
-        tool_config_path: YAML, `tools: [{class_name, config: {type: native, ...}, tool_schema}]`; `class_name` is the
-            dotted path of a BaseTool subclass (`tool_schema` may be left out where the class brings its own) or of a
-            function tool.
+        tool_config_path: YAML, `tools: [{class_name, config: {type: native, ...}, tool_schema, policy: {...}}]`;
+            `class_name` is the dotted path of a BaseTool subclass (`tool_schema` may be left out where the class brings
+            its own) or of a function tool; `policy` changes fields of the tool's own `ToolPolicy`. An entry
+            `{config: {type: mcp, ...}, mcp: {mcp_servers_config_path, ...}}` stands for the tools of servers, which are
+            asked for them now.
         function_tool_path: Python file; every function tool that is a global of it, imported ones too.
 
     Returns:
@@ -42,6 +44,7 @@ def load_tools(
         ToolImportError: a class or the Python file cannot be imported.
         DuplicateToolError: two tools have one name; both places are named.
         ToolSchemaError: a schema is wrong or cannot be made.
+        ToolInfrastructureError: an MCP server cannot be reached.
     """
     registry = ToolRegistry()
     if tool_config_path is not None:
@@ -59,27 +62,8 @@ def _existing(path: str | Path, key: str) -> Path:
     return full
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML in which a key written twice is an error."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = key_node.value
-            if isinstance(key, str) and key != "<<" and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is written twice", key_node.start_mark
-                )
-            if isinstance(key, str):
-                seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
 def _load_config(path: Path, registry: ToolRegistry) -> None:
-    try:
-        content = yaml.load(path.read_bytes(), Loader=_StrictLoader)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise ToolConfigError(f"{path} must be YAML, got: {error}; correct the file") from error
+    content = read_config_file(path)
     cure = "; write tools: [{class_name: ..., config: {type: native}, tool_schema: {...}}]"
     if not isinstance(content, dict) or not isinstance(content.get("tools"), list):
         found = type(content.get("tools") if isinstance(content, dict) else content).__name__
@@ -88,33 +72,64 @@ def _load_config(path: Path, registry: ToolRegistry) -> None:
     if unknown:
         raise ToolConfigError(f"{path} must hold the key 'tools' only, got also {unknown}{cure}")
     for index, entry in enumerate(content["tools"]):
-        _load_entry(entry, f"{path}, tools[{index}]", registry)
+        _load_entry(entry, f"{path}, tools[{index}]", path.parent, registry)
 
 
-def _load_entry(entry: Any, place: str, registry: ToolRegistry) -> None:
-    if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
-        raise ToolConfigError(f"{place} must be a mapping with a string class_name, got {entry!r:.200}; add class_name")
-    unknown = [key for key in entry if key not in _ENTRY_KEYS]
-    if unknown:
-        raise ToolConfigError(f"{place} must have no keys but {', '.join(_ENTRY_KEYS)}, got {unknown}; remove them")
+def _load_entry(entry: Any, place: str, folder: Path, registry: ToolRegistry) -> None:
+    if not isinstance(entry, dict):
+        raise ToolConfigError(f"{place} must be a mapping, got {type(entry).__name__}; write {{class_name: ...}}")
     config = entry.get("config") or {}
     if not isinstance(config, dict):
         raise ToolConfigError(
             f"config of {place} must be a mapping, got {type(config).__name__}; write {{type: native}}"
         )
     kind = config.get("type", "native")
-    if kind != "native":
-        raise ToolConfigError(f"config.type of {place} must be 'native', got {kind!r}; other kinds are not supported")
+    if kind == "mcp":
+        _refuse_unknown_keys(entry, _MCP_ENTRY_KEYS, place)
+        _load_mcp_entry(entry, config, place, folder, registry)
+    elif kind == "native":
+        _refuse_unknown_keys(entry, _ENTRY_KEYS, place)
+        _load_native_entry(entry, config, place, registry)
+    else:
+        raise ToolConfigError(f"config.type of {place} must be 'native' or 'mcp', got {kind!r}; write one of them")
+
+
+def _refuse_unknown_keys(entry: dict, known: tuple[str, ...], place: str) -> None:
+    unknown = [key for key in entry if key not in known]
+    if unknown:
+        raise ToolConfigError(f"{place} must have no keys but {', '.join(known)}, got {unknown}; remove them")
+
+
+def _load_mcp_entry(entry: dict, config: dict, place: str, folder: Path, registry: ToolRegistry) -> None:
+    from ostinato_tools.mcp.loading import add_mcp_tools  # everything about servers is loaded by those who have some
+
+    if "mcp" not in entry:
+        raise ToolConfigError(f"{place} must say which servers it means, got no mcp; write mcp: {{mcpServers: ...}}")
+    class_name = entry.get("class_name", "ostinato_tools.mcp.McpTool")
+    if not isinstance(class_name, str):
+        raise ToolConfigError(f"class_name of {place} must be a string, got {type(class_name).__name__}; correct it")
+    tool_class = _import_name(class_name, place)
+    add_mcp_tools(tool_class, config, entry.get("mcp"), registry, place=place, folder=folder)
+
+
+def _load_native_entry(entry: dict, config: dict, place: str, registry: ToolRegistry) -> None:
+    if not isinstance(entry.get("class_name"), str):
+        keys = sorted(map(str, entry))
+        raise ToolConfigError(f"{place} must be a mapping with a string class_name, got {keys}; add class_name")
     found = _import_name(entry["class_name"], place)
-    schema = entry.get("tool_schema")
+    schema, policy = entry.get("tool_schema"), entry.get("policy")
+    if policy is not None and not isinstance(policy, dict):
+        raise ToolConfigError(
+            f"policy of {place} must be a mapping, got {type(policy).__name__}; write e.g. {{timeout_s: 5}}"
+        )
     if isinstance(found, FunctionTool):
         if schema is not None or set(config) - {"type"}:
             raise ToolConfigError(
                 f"{place} must have neither tool_schema nor config, got one for the function tool {found.name!r}; remove it"
             )
-        registry.add_function(found, place=place)
+        registry.add_function(found, place=place, policy=policy)
     elif isinstance(found, type) and issubclass(found, BaseTool):
-        registry.add_class(found, config=config, tool_schema=schema, place=place)
+        registry.add_class(found, config=config, tool_schema=schema, place=place, policy=policy)
     else:
         raise ToolConfigError(
             f"class_name of {place} must name a BaseTool subclass or a function tool, got {entry['class_name']!r}, "
@@ -143,14 +158,21 @@ def _import_name(dotted: str, place: str) -> Any:
 
 
 def _load_functions(path: Path, registry: ToolRegistry) -> None:
-    found = [value for value in vars(_execute(path)).values() if isinstance(value, FunctionTool)]
+    found = [value for value in vars(execute_file(path)).values() if isinstance(value, FunctionTool)]
     if not found:
         raise ToolConfigError(f"{path} must hold a function tool, got none; decorate a function with @function_tool")
     for tool in dict.fromkeys(found):  # one tool under two global names is one tool
         registry.add_function(tool, place=f"{path}, {tool.place}")
 
 
-def _execute(path: Path) -> ModuleType:
+def execute_file(path: str | Path) -> ModuleType:
+    """Execute a Python file as a module of its own, once per process and text.
+
+    Raises:
+        ToolImportError: it does not run.
+        ToolError: what it raised of this package's own.
+    """
+    path = Path(path)
     source = path.read_bytes()
     full = path.resolve()
     name = f"ostinato_tools_file_{full.stem}_{sha256(bytes(full) + b'/' + source).hexdigest()[:16]}"
