@@ -10,6 +10,7 @@ from ostinato_tools.calls import OutcomeKind
 from ostinato_tools.deadline import Deadlines
 from ostinato_tools.errors import ToolClosedError, ToolConfigError
 from ostinato_tools.guards import Guard
+from ostinato_tools.processes import stop_idle_processes
 from ostinato_tools.registry import ToolDefinition, ToolRegistry
 from ostinato_tools.stats import ToolStats
 from ostinato_tools.trajectory import TrajectoryTools
@@ -147,12 +148,15 @@ class ToolExecutor:
 
     async def close(self) -> None:
         """Release the tools of every trajectory that is still open; what they are running is stopped. Closing twice is closing.
+        Processes of function tools that run nothing end as well.
 
         To be called on the loop on which the trajectories run. What cannot be released is in their `release_failures`.
         """
         self._closed = True
         while self._open:
             await asyncio.gather(*(tools.close() for tools in tuple(self._open)))
+        if any(tool.definition.runs_in_process for tool in self._tools.values()):
+            await asyncio.to_thread(stop_idle_processes)
 
     def shorten(self, text: str) -> str:
         """Return `text`, cut to the length limit and marked where it was longer."""

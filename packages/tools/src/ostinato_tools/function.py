@@ -94,6 +94,11 @@ class FunctionTool:
             self._schema, self._converters = infer_schema(self.function, self.name, self.place)
         return self._schema
 
+    @property
+    def runs_in_process(self) -> bool:
+        """Whether calls run in a process of their own."""
+        return self._reference is not None
+
     def argument_problems(self, arguments: dict) -> list[str]:
         """Return what keeps the function from being called with `arguments`, whatever its schema allows."""
         if arguments.keys() <= self._parameters and self._required <= arguments.keys():

@@ -8,6 +8,7 @@ It is no sandbox.
 
 import contextlib
 import importlib
+import logging
 import multiprocessing
 import os
 import pickle
@@ -23,6 +24,11 @@ from ostinato_tools.errors import ToolDefinitionError, ToolInfrastructureError
 from ostinato_tools.threads import DaemonThreads
 
 MAX_PROCESSES = os.cpu_count() or 1
+
+_NAME = "ostinato-tool"
+_GUARD = "`if __name__ == '__main__':`"
+_logger = logging.getLogger(__name__)
+_is_serving = False
 
 
 class FunctionReference(NamedTuple):
@@ -131,7 +137,7 @@ class _Worker:
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), name="ostinato-tool", daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs,), name=_NAME, daemon=True)
         self._lock = threading.Lock()  # held while a call runs
         self._process.start()
         theirs.close()
@@ -152,7 +158,7 @@ class _Worker:
                 self.kill()
                 raise ToolInfrastructureError(
                     f"the process of the tool must live until it answers, got its end with code {code}; "
-                    "see what it wrote, and keep a script's own doings under `if __name__ == '__main__':`"
+                    f"see what it wrote, and put what a script does under {_GUARD}"
                 ) from error
 
     def kill(self) -> None:
@@ -177,6 +183,10 @@ _THREADS = DaemonThreads(MAX_PROCESSES)
 
 
 def _worker_of_this_thread() -> _Worker:
+    if multiprocessing.current_process().name == _NAME and not _is_serving:
+        # This process was started for a call and, before that, executes the script that made the call: once more.
+        _logger.critical("a script that runs tools in processes must be guarded; put it under %s", _GUARD)
+        os._exit(1)
     worker: _Worker | None = getattr(_OWN, "worker", None)
     if worker is None or worker not in _WORKERS or not worker.is_alive:
         worker = _OWN.worker = _Worker()
@@ -195,6 +205,8 @@ if hasattr(os, "register_at_fork"):  # threads do not survive a fork, and the pr
 
 def _serve(connection: Connection) -> None:
     """The life of a process: calls, one after the other, until its parent is gone."""
+    global _is_serving
+    _is_serving = True
     if hasattr(os, "setsid"):
         os.setsid()  # neither Ctrl-C nor a signal to the group ends it; its parent kills it with all that it started
     threading.Thread(target=_end_with_parent, daemon=True).start()

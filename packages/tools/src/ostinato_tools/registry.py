@@ -45,6 +45,11 @@ class ToolDefinition:
             return self.function.argument_problems(arguments)
         return found
 
+    @property
+    def runs_in_process(self) -> bool:
+        """Whether it is a function that runs in a process of its own."""
+        return self.function is not None and self.function.runs_in_process
+
     def make(self) -> BaseTool:
         """Return a new instance of the tool's class."""
         assert self.tool_class is not None

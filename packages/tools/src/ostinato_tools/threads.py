@@ -54,15 +54,24 @@ class DaemonThreads:
         threading.Thread(target=self._work, name=f"ostinato-tool-{number}", daemon=True).start()
 
     def _work(self) -> None:
+        job = self._next()
         while True:
-            try:
-                future, function = self._queue.get_nowait()
-            except queue.Empty:
-                self._idle.release()
-                future, function = self._queue.get()
-            if future.set_running_or_notify_cancel():
-                future.set_result(function())
-            del future, function  # hold nothing of a finished call while waiting for the next
+            future, function = job or self._queue.get()
+            is_wanted = future.set_running_or_notify_cancel()
+            result = function() if is_wanted else None
+            del function
+            # Before the result is known: a call that follows it finds this thread idle rather than starting another.
+            job = self._next()
+            if is_wanted:
+                future.set_result(result)
+            del future, result  # hold nothing of a finished call while waiting for the next
+
+    def _next(self) -> tuple[Future, Callable[[], Any]] | None:
+        try:
+            return self._queue.get_nowait()
+        except queue.Empty:
+            self._idle.release()
+            return None
 
 
 def _capture(context: contextvars.Context, function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
