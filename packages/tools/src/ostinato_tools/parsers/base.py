@@ -21,13 +21,13 @@ class ParsedTurn(msgspec.Struct, frozen=True):
     """What is wrong with the turn and belongs to no call: an unclosed call or reasoning, a closing tag without an opening."""
 
 
-class ContentDelta(msgspec.Struct, frozen=True):
+class ContentDelta(msgspec.Struct, frozen=True, gc=False):
     """More of the content."""
 
     text: str
 
 
-class ReasoningDelta(msgspec.Struct, frozen=True):
+class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
     """More of the reasoning; empty where it only begins."""
 
     text: str
@@ -39,7 +39,7 @@ class CallDelta(msgspec.Struct, frozen=True):
     call: ToolCall
 
 
-class ErrorDelta(msgspec.Struct, frozen=True):
+class ErrorDelta(msgspec.Struct, frozen=True, gc=False):
     """Something is wrong with the turn."""
 
     message: str

@@ -36,6 +36,13 @@ class ClosedJson:
         """
         begin = turn.position
         start = begin if start is None else start
+        tag, close = yield from turn.find(self._borders, begin)
+        if tag == self._closing:  # most often this is it: what stands before it is JSON, so the tag is in no string
+            call = read(turn.text[begin:close])
+            if call.error is None:
+                turn.add_call(*call)
+                turn.position = close + len(tag)
+                return
         stop = yield from turn.json_run(begin)
         tag = yield from turn.tag_at(self._tags, stop)
         if tag == self._closing:

@@ -49,7 +49,11 @@ class JsonCallReader:
         body = body.strip(_BLANK)
         try:
             call = _decode_call(body)
-            raw = next((bytes(found).decode() for key in self._keys if (found := getattr(call, key))), "")
+            raw = ""
+            for key in self._keys:
+                if found := getattr(call, key):
+                    raw = bytes(found).decode()
+                    break
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
             named = _NAME.match(body)
             return ReadCall(named.group(1) if named else "", None, body, self._fault(error, body))

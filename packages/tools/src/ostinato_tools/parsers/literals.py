@@ -12,14 +12,13 @@ from typing import Any
 _MAX_DEPTH = 200
 _TOKEN = re.compile(
     r"""\s*+(?:
-    (?P<raw>[rR]?)(?P<string>"(?:[^"\\]++|\\.)*+"|'(?:[^'\\]++|\\.)*+')
+    (?P<string>[rR]?(?:"(?:[^"\\]++|\\.)*+"|'(?:[^'\\]++|\\.)*+'))
     |(?P<number>[+-]?(?:0[xXoObB][\da-fA-F_]++|(?:\d[\d_]*+(?:\.[\d_]*+)?|\.\d[\d_]*+)(?:[eE][+-]?\d++)?)(?![\w.]))
     |(?P<name>[^\W\d][\w.\-]*+)
     |(?P<mark>[][(){},:=])
     )""",
     re.DOTALL | re.VERBOSE,
 )
-_SPACE = re.compile(r"\s*+")
 _NAMED = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _ESCAPE = re.compile(r"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
@@ -71,33 +70,29 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self._text = text
         self._depth = 0
-        self._start = self._end = 0
+        self._end = 0  # of the token ahead
         self._advance()
 
     def value(self) -> Any:
         """Read a value."""
-        match = self._match
-        kind = match.lastgroup if match is not None else None
-        if match is None or kind is None:
-            raise self.fault("expected a value")
+        kind, token = self._kind, self._token
         if kind == "string":
             return self._strings()
         if kind == "mark":
-            return self._container(match.group("mark"))
-        text = match.group(kind)
+            return self._container(token)
         if kind == "number":
-            value = self._number(text)
-        elif text in _NAMED:
-            value = _NAMED[text]
+            value = self._number(token)
+        elif not kind or token not in _NAMED:
+            raise self.fault("expected a value")
         else:
-            raise self.fault(f"expected a value, not the name {text[:40]!r}")
+            value = _NAMED[token]
         self._advance()
         return value
 
     def keyword(self) -> str:
         """Read `name=`."""
-        name = self._match.group("name") if self._match is not None else None
-        if name is None:
+        name = self._token
+        if self._kind != "name":
             raise self.fault("expected a named argument, name=value")
         self._advance()
         self.take("=")
@@ -110,26 +105,30 @@ class _Reader:
 
     def take_if(self, mark: str) -> bool:
         """Read `mark` if it comes next, and tell."""
-        if self._match is None or self._match.group("mark") != mark:
+        if self._token != mark or self._kind != "mark":
             return False
         self._advance()
         return True
 
     def end(self) -> None:
         """Require that nothing is left."""
-        if self._start < len(self._text):
+        if self._kind or self._text[self._end :].strip():
             raise self.fault("expected nothing more")
 
     def fault(self, what: str) -> LiteralError:
         """Say what is wrong at the next token."""
-        near = self._text[max(self._start - 20, 0) : self._start + 20]
-        return LiteralError(f"{what} at character {self._start + 1}, near {near!r}")
+        at = self._end - len(self._token)
+        near = self._text[max(at - 20, 0) : at + 20]
+        return LiteralError(f"{what} at character {at + 1}, near {near!r}")
 
     def _advance(self) -> None:
-        space = _SPACE.match(self._text, self._end)
-        self._start = space.end() if space is not None else self._end
-        self._match = _TOKEN.match(self._text, self._start)
-        self._end = self._match.end() if self._match is not None else self._start
+        match = _TOKEN.match(self._text, self._end)
+        if match is None:
+            self._kind = self._token = ""
+            return
+        self._kind = match.lastgroup or ""
+        self._token = match[self._kind]
+        self._end = match.end()
 
     def _container(self, opening: str) -> Any:
         if opening not in _CLOSING:
@@ -154,7 +153,7 @@ class _Reader:
     def _dict(self) -> dict[str, Any]:
         values: dict[str, Any] = {}
         while not self.take_if("}"):
-            if self._match is None or self._match.lastgroup != "string":
+            if self._kind != "string":
                 raise self.fault("expected a key in quotes")
             key = self._strings()
             self.take(":")
@@ -166,20 +165,20 @@ class _Reader:
 
     def _strings(self) -> str:
         parts = []
-        while self._match is not None and self._match.lastgroup == "string":
-            inner = self._match.group("string")[1:-1]
-            if "\\" in inner and not self._match.group("raw"):
-                inner = self._unescape(inner)
-            parts.append(inner)
+        while self._kind == "string":
+            token = self._token
+            is_raw = token[0] in "rR"
+            inner = token[2:-1] if is_raw else token[1:-1]
+            parts.append(self._unescape(inner) if "\\" in inner and not is_raw else inner)
             self._advance()
-        return "".join(parts)
+        return parts[0] if len(parts) == 1 else "".join(parts)
 
     def _unescape(self, inner: str) -> str:
         try:
             text = _ESCAPE.sub(_escaped, inner)
             # Two escapes may stand for the halves of one character; half a character alone is none.
             return text.encode("utf-16", "surrogatepass").decode("utf-16") if _SURROGATE.search(text) else text
-        except ValueError:
+        except (ValueError, OverflowError):
             raise self.fault("an escape in the string stands for no character") from None
 
     def _number(self, text: str) -> int | float:
@@ -195,10 +194,10 @@ class _Reader:
 
 def _escaped(match: re.Match[str]) -> str:
     octal, *hexadecimal, char = match.groups()
-    if octal is not None:
-        return chr(int(octal, 8))
     if char is not None:
         return _ESCAPED.get(
             char, "\\" + char
         )  # as Python has it, a backslash before any other character is a backslash
+    if octal is not None:
+        return chr(int(octal, 8))
     return chr(int(next(digits for digits in hexadecimal if digits is not None), 16))

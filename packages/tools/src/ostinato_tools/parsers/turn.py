@@ -17,6 +17,7 @@ from ostinato_tools.parsers.scanning import JSON, Bracketed, Dialect, JsonRun, T
 from ostinato_tools.parsers.schema_types import ToolTypes
 
 _T = TypeVar("_T")
+_SPACE = re.compile(r"\s*+")
 Steps = Generator[None, None, _T]
 """A question that waits where the text does not decide it."""
 
@@ -92,10 +93,9 @@ class Turn:
     def skip_space(self, start: int) -> Steps[int]:
         """Return where, from `start` on, the white space ends."""
         while True:
-            text, end = self.text, len(self.text)
-            while start < end and text[start].isspace():
-                start += 1
-            if start < end or self.ended:
+            space = _SPACE.match(self.text, start)
+            start = space.end() if space is not None else start
+            if start < len(self.text) or self.ended:
                 return start
             yield
 
