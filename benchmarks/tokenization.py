@@ -151,7 +151,18 @@ class Peer:
 
 CALL = {"id": "call00001", "type": "function", "function": {"name": "search_0", "arguments": {"query": "clue"}}}
 ASSISTANT = {"role": "assistant", "content": "I look.", "reasoning_content": "The log may say.", "tool_calls": [CALL]}
+ASSISTANT_IN_WORDS = {
+    "role": "assistant",
+    "content": f"I look.\n<tool_call>\n{json.dumps(CALL['function'])}\n</tool_call>",
+}
+"""What it says where the template writes no calls."""
 OPENING = [{"role": "user", "content": "Find out why the build fails, and mend it."}]
+
+
+def assistant_message(side: Side) -> dict:
+    """What the assistant says in every turn."""
+    text = side.tokenizer.render([*OPENING, ASSISTANT], schemas(1), add_generation_prompt=False)
+    return ASSISTANT if "clue" in text else ASSISTANT_IN_WORDS
 
 
 def result_message(text: str) -> dict:
@@ -162,18 +173,28 @@ def result_message(text: str) -> dict:
 def spoken_ids(side: Side) -> tuple[list[int], list[int]]:
     """The ids of the first prompt, and those that the assistant says in every turn."""
     first = side.tokens.build_initial_tokens(OPENING, schemas(1)).token_ids
-    spoken = side.tokenizer.encode_chat([*OPENING, ASSISTANT], schemas(1), add_generation_prompt=False)[len(first) :]
+    messages = [*OPENING, assistant_message(side)]
+    spoken = side.tokenizer.encode_chat(messages, schemas(1), add_generation_prompt=False)[len(first) :]
     end = next(place for place, token_id in enumerate(spoken) if token_id in side.tokenizer.stop_token_ids) + 1
     return first, spoken[:end]
 
 
-def room_for_result(side: Side) -> int:
-    """How many tokens a turn's result has."""
+def room_for_result(side: Side, reference, kind: str) -> int:
+    """How many tokens a result has on its own, so that turns have `TURN_TOKENS`: templates may write it another way."""
     _, said = spoken_ids(side)
+    messages = [*OPENING, assistant_message(side)]
     ledger = side.tokens.build_initial_tokens(OPENING, schemas(1))
     side.tokens.merge_assistant_tokens(ledger, said, None)
-    added = side.tokens.merge_context_messages(ledger, [*OPENING, ASSISTANT], [result_message("x")], schemas(1))
-    return TURN_TOKENS - len(said) - added + 1
+    mark = ledger.mark()
+
+    def added(text: str) -> int:
+        ledger.truncate(mark)
+        return side.tokens.merge_context_messages(ledger, messages, [result_message(text)], schemas(1))
+
+    frame = added("x") - 1
+    room = TURN_TOKENS - len(said) - frame
+    written = statistics.mean(map(added, results(reference, kind, TURNS, room))) - frame
+    return round(room * room / written)
 
 
 def write_conversation(path: Path, side: Side, reference, texts: list[str]) -> str:
@@ -183,7 +204,7 @@ def write_conversation(path: Path, side: Side, reference, texts: list[str]) -> s
         The hash of the ids that transformers gives for it as a whole.
     """
     first, said = spoken_ids(side)
-    turns = [{"ids": said, "message": ASSISTANT, "new": [result_message(text)]} for text in texts]
+    turns = [{"ids": said, "message": assistant_message(side), "new": [result_message(text)]} for text in texts]
     conversation = {"messages": OPENING, "tools": schemas(1), "ids": first, "turns": turns}
     path.write_text(json.dumps(conversation), encoding="utf-8")
     whole = OPENING + [message for turn in turns for message in (turn["message"], *turn["new"])]
@@ -209,9 +230,9 @@ def compare(name: str, folder: Path, template: str, peers: list[Peer], rounds: i
     reference.chat_template = template
     figures: dict[str, float] = {}
     equal = True
-    room = room_for_result(sides["plain"])
     with tempfile.TemporaryDirectory() as scratch:
         for kind in ("prose", "code"):
+            room = room_for_result(sides["plain"], reference, kind)
             texts = results(reference, kind, TURNS * BLOCK * (rounds + 1), room)
             seconds: dict[str, list[float]] = {}
             out: set[str] = set()

@@ -11,7 +11,15 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from ostinato_tokenization.fast_bpe import describe, fast_encoder
 from ostinato_tokenization.plain_text import PlainEncoder, control_tokens
-from ostinato_tokenization.word_split import GPT2_PATTERN, beyond_ascii, is_known, splitter, translate
+from ostinato_tokenization.word_split import (
+    GPT2_PATTERN,
+    beyond_ascii,
+    is_known,
+    splitter,
+    translate,
+    without_lookahead_first,
+    word_start_splitters,
+)
 
 MODERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CASED = (
@@ -23,6 +31,7 @@ CORPUS = [
     "The quick brown fox said: I'm here, aren't I? 12345 times.",
     "def f(self, x):\n    return {'a': x}  # naïve café\n\n",
     "привет мир 日本語 12 ½ ²",
+    "f(x) is «x²», (y). g(x) is «y²», (z).",
 ] * 3
 TEXT = st.text(
     st.sampled_from("abTHe \n\r\t.,'_(){}0159½é\u0301日п\u00a0\u2028\U0001f642ſK<")
@@ -50,14 +59,15 @@ def split_by(pattern):
     return pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
 
 
-def sentence_piece(**metaspace):
+def sentence_piece(trained_apart=None, **metaspace):
     tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     trainer = trainers.BpeTrainer(
         vocab_size=500,
         show_progress=False,
         special_tokens=["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))],
     )
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    apart = [trained_apart] if trained_apart else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(), *apart])
     tokenizer.train_from_iterator(CORPUS, trainer)
     if metaspace:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(**metaspace)
@@ -82,6 +92,7 @@ KINDS = {
     ),
     "two splits": lambda: byte_level(split_by(r"\p{N}{1,3}"), split_by(r"[一-龥]+"), split_by(MODERN), no_regex()),
     "prepending": sentence_piece,
+    "prepending, punctuation apart": lambda: sentence_piece(split_by(r"[a-z0-9]+|[^a-z0-9]+")),
     "metaspace": lambda: sentence_piece(prepend_scheme="first", split=False),
     "splitting metaspace": lambda: sentence_piece(prepend_scheme="always", split=True),
 }
@@ -110,6 +121,27 @@ def test_ids_are_those_of_the_tokenizer(kind, with_tiktoken, text):
     encoder, tokenizer = pair(kind, with_tiktoken)
     if not any(token.content in text for token in control_tokens(tokenizer)):
         assert encoder.encode(text) == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_words_end_at_punctuation_where_no_merge_reaches_across():
+    """ASCII punctuation begins a word except after a space, more of it, or what some token holds before it."""
+    vocabulary = {*"ab(.²» ", "ab", "(a", " (", "²)", "»).", ")", ").", ".a"}
+    split, split_ascii = word_start_splitters(vocabulary)
+    assert split_ascii("ab(a). (b.a") == ["ab", "(a", ").", " (b", ".a"]
+    assert split("ab(²)») .\u00e9.a") == ["ab", "(²)»)", " .é", ".a"]
+    assert word_start_splitters({"a", "(", " ", "a("})[0]("a(a") == ["a(a"]
+    assert word_start_splitters({"a", " ", "a "}) is None
+
+
+@given(text=TEXT)
+def test_the_group_before_the_lookahead_changes_no_split(text):
+    """A pattern means the same after its alternatives before the lookahead are put in a group."""
+    for pattern in (MODERN, GPT2_PATTERN):
+        regrouped = without_lookahead_first(pattern)
+        assert regrouped != pattern
+        pieces = [[piece for piece, _ in split_by(p).pre_tokenize_str(text)] for p in (pattern, regrouped)]
+        assert pieces[0] == pieces[1]
+    assert without_lookahead_first(r"a(?=b)|\s+(?!\S)|\s+") == r"a(?=b)|\s+(?!\S)|\s+"
 
 
 @pytest.mark.parametrize("kind", KINDS)

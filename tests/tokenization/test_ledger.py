@@ -66,8 +66,10 @@ def test_sampled_ids_that_are_not_canonical_stay_as_they_are(make):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda ledger: ledger.append([1], Origin.SAMPLED), "use append_sampled"),
-        (lambda ledger: ledger.append([1], 9), "origin must be an Origin"),
+        (lambda ledger: ledger.append([1], Origin.SAMPLED), "got <Origin.SAMPLED: 2>; .* append_sampled"),
+        (lambda ledger: ledger.append([1], 9), "origin must be a member of Origin"),
+        (lambda ledger: ledger.append([1], Origin.CONTEXT, template_tail=2), "from 0 to 1, got 2"),
+        (lambda ledger: ledger.append(array("i", [1, -1]), Origin.CONTEXT), "must be >= 0, got -1"),
         (lambda ledger: ledger.append([-1], Origin.CONTEXT), "must be >= 0, got -1"),
         (lambda ledger: ledger.append([2**31], Origin.CONTEXT), "below 2"),
         (lambda ledger: ledger.append([1.5], Origin.CONTEXT), "must be integers"),

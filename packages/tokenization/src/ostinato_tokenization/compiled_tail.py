@@ -8,10 +8,10 @@ the rendering that it stands for.
 
 from __future__ import annotations
 
-import json
 import re
 from array import array
 from collections.abc import Callable, Collection, Sequence
+from json.encoder import encode_basestring
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ostinato_tokenization.errors import ChatTemplateError, HistoryRewrittenError, MessageError
@@ -46,8 +46,7 @@ _CONTENTS = (
 )  # fmt: skip
 
 
-def _as_json(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+_as_json = encode_basestring  # what json.dumps(text, ensure_ascii=False) comes to
 
 
 def _stripped_json(text: str) -> str:

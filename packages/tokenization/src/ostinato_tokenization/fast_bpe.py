@@ -28,7 +28,7 @@ from ostinato_tokenization.word_split import (
     one_pattern,
     splitter,
     without_lookahead_first,
-    word_starts_pattern,
+    word_start_splitters,
 )
 
 _logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ WORD_START = "\u2581"
 """The mark that SentencePiece puts in place of a space."""
 MAX_KEPT_WORDS = 1 << 16
 MAX_KEPT_LENGTH = 64
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _LAST_OF_PLANE = "\uffff"
 _MAX_TIKTOKEN_CHARS = 20_000
 _NUM_CHECKS = 2500
@@ -68,7 +69,12 @@ def id_array(ids: list[int]) -> array[int]:
 
 
 class _Words(dict[str, bytes]):
-    """The ids of words, packed, computed when first asked for; forgotten all at once when there are too many."""
+    """The ids of words, packed, computed when first asked for; forgotten all at once when there are too many.
+
+    Args:
+        ids_of: The ids of a word.
+        forbidden: Ids that must not come out.
+    """
 
     def __init__(self, ids_of: Callable[[str], list[int]], forbidden: Collection[int]) -> None:
         super().__init__()
@@ -156,24 +162,29 @@ class WordEncoder:
 
 
 class SentencePieceEncoder:
-    """Encodes words that begin with a mark in place of a space.
+    """Encodes words that begin with a space, for which the vocabulary has a mark.
 
     Args:
-        split: Splits text, spaces replaced, at its marks.
-        always: Whether a mark is put before the text even where it begins with one; None: none is put before any.
+        split: Splits text where words begin.
+        split_ascii: The same for ASCII text.
+        always: Whether a space is put before the text even where it begins with one; None: none is put before any.
         words: The ids of a word.
     """
 
-    def __init__(self, split: Split, always: bool | None, words: _Words) -> None:
+    def __init__(self, split: Split, split_ascii: Split, always: bool | None, words: _Words) -> None:
         self._split = split
+        self._split_ascii = split_ascii
         self._always = always
         self._words = words
 
     def __call__(self, text: str) -> array[int] | None:
-        text = text.replace(" ", WORD_START)
-        if self._always or (self._always is not None and not text.startswith(WORD_START)):
-            text = WORD_START + text
-        return self._words.ids_of(self._split(text), len(text))
+        split = self._split_ascii
+        if not text.isascii():
+            text = text.replace(WORD_START, " ")
+            split = self._split
+        if self._always or (self._always is not None and not text.startswith(" ")):
+            text = " " + text
+        return self._words.ids_of(split(text), len(text))
 
 
 def fast_encoder(
@@ -296,15 +307,22 @@ def _sentence_piece(
         splits = bool(pre_tokenizer.get("split", True))
     else:
         return None
-    if splits:
-        split = re.compile(f"{WORD_START}?[^{WORD_START}]+|{WORD_START}").findall
-    else:
-        pattern = word_starts_pattern(tokenizer.get_vocab(with_added_tokens=False).keys(), WORD_START)
-        if pattern is None:
-            return None
-        split = re.compile(pattern).findall
     tokenize = tokenizer.model.tokenize
-    return SentencePieceEncoder(split, always, _Words(lambda word: [token.id for token in tokenize(word)], forbidden))
+
+    def ids_of(word: str) -> list[int]:
+        return [token.id for token in tokenize(word.replace(" ", WORD_START))]
+
+    if splits:
+        split = split_ascii = re.compile(" ?[^ ]+| ").findall
+    else:
+        added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        vocabulary = tokenizer.get_vocab(with_added_tokens=False).keys() - added
+        merged = {token.replace(WORD_START, " ") for token in vocabulary if not _BYTE_TOKEN.fullmatch(token)}
+        splitters = word_start_splitters(merged)
+        if splitters is None:
+            return None
+        split, split_ascii = splitters
+    return SentencePieceEncoder(split, split_ascii, always, _Words(ids_of, forbidden))
 
 
 def _first_difference(

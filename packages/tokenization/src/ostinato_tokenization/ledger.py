@@ -58,6 +58,7 @@ _FORMAT = 1
 _SIGN_BYTE = array("i").itemsize - 1 if sys.byteorder == "little" else 0
 _MASK_OF_ORIGIN = bytes(1 if value == Origin.SAMPLED else 0 for value in range(256))
 _KNOWN_ORIGINS = bytes(Origin)
+_BYTE_OF = tuple(bytes((origin,)) for origin in Origin)
 _NAN = float("nan")
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_LedgerRecord)
@@ -162,17 +163,15 @@ class TokenLedger:
         Raises:
             LedgerError: `origin` is SAMPLED or unknown, or an id is no integer from 0 on. Nothing is recorded then.
         """
-        if origin == Origin.SAMPLED:
-            raise LedgerError("origin must not be SAMPLED here, got SAMPLED; use append_sampled")
-        try:
-            origin = Origin(origin)
-        except ValueError:
-            raise LedgerError(f"origin must be an Origin, got {origin!r}; use a member of Origin") from None
+        if origin is Origin.SAMPLED or type(origin) is not Origin:
+            raise LedgerError(
+                f"origin must be a member of Origin other than SAMPLED, got {origin!r}; record those by append_sampled"
+            )
         ids = _as_id_array(token_ids)
         if not 0 <= template_tail <= len(ids):
             raise LedgerError(f"template_tail must be from 0 to {len(ids)}, got {template_tail}; count ids given here")
         self._ids.extend(ids)
-        self._origins += bytes((origin,)) * (len(ids) - template_tail) + bytes((Origin.TEMPLATE,)) * template_tail
+        self._origins += _BYTE_OF[origin] * (len(ids) - template_tail) + _BYTE_OF[Origin.TEMPLATE] * template_tail
         self._logprobs.frombytes(bytes(self._logprobs.itemsize * len(ids)))  # zeros
 
     def append_sampled(
@@ -205,7 +204,7 @@ class TokenLedger:
             self._first_sampled = offset
         self._num_sampled += len(ids)
         self._ids.extend(ids)
-        self._origins.extend(bytes((Origin.SAMPLED,)) * len(ids))
+        self._origins += _BYTE_OF[Origin.SAMPLED] * len(ids)
         self._logprobs.extend(values)
 
     def mark(self) -> int:
@@ -319,7 +318,7 @@ class TokenLedger:
         length, size = len(self._origins), 256
         while True:
             tail = self._origins[max(0, length - size) :]  # grows with the run, not with the history
-            run = len(tail) - len(tail.rstrip(bytes((origin,))))
+            run = len(tail) - len(tail.rstrip(_BYTE_OF[origin]))
             if run < len(tail) or len(tail) == length:
                 return run
             size *= 4

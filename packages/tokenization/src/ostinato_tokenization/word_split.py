@@ -208,16 +208,38 @@ def splitter(patterns: Sequence[str], *, limit: int) -> Split | None:
     return split
 
 
-def word_starts_pattern(vocabulary: Collection[str], mark: str) -> str | None:
-    """A pattern that cuts text before marks, and around ASCII characters that no longer token has.
+def word_start_splitters(vocabulary: Collection[str]) -> tuple[Split, Split] | None:
+    """Functions that cut any text, and ASCII text, where no merge reaches across, whatever the order of merges.
 
-    Merges then stay within what it matches, whatever their order. None where tokens reach across the start of a word.
+    They cut before spaces, around ASCII characters that no longer token has, and before ASCII punctuation unless it follows
+    a space, more punctuation, or one of the few characters that some token holds before punctuation. None where tokens
+    reach across the start of a word.
+
+    Args:
+        vocabulary: Tokens that merges can make, and those of one character, with spaces for word-start marks.
     """
     pairs = {pair for token in vocabulary for pair in pairwise(token)}
-    if any(right == mark != left for left, right in pairs):
+    if any(right == " " != left for left, right in pairs):
         return None
     paired = {char for pair in pairs for char in pair}
     alone = {char for char in map(chr, range(128)) if char not in paired}
-    single = "".join(map(re.escape, sorted(alone)))
-    words = f"{mark}*[^{mark}{single}]+|{mark}+"
-    return f"{words}|[{single}]" if single else words
+    left_of: dict[str, set[str]] = {}
+    for left, right in pairs:
+        left_of.setdefault(right, set()).add(left)
+    punctuation = {char for char in map(chr, range(33, 127)) if not char.isalnum() and char in vocabulary} - alone
+    punctuation -= {
+        char for char in punctuation if any(left.isascii() and left.isalnum() for left in left_of.get(char, ()))
+    }
+    joined = {left for char in punctuation for left in left_of.get(char, ())} - punctuation - {" "}
+    if any(left.isascii() for left in joined):
+        punctuation, joined = set(), set()
+    return _word_starts(alone, punctuation, joined).findall, _word_starts(alone, punctuation, set()).findall
+
+
+def _word_starts(alone: Collection[str], punctuation: set[str], joined: set[str]) -> re.Pattern[str]:
+    single, starts, joins = ("".join(map(re.escape, sorted(chars))) for chars in (alone, punctuation | joined, joined))
+    rest = f"[^ {single}{starts}]"
+    words = f" *{rest}+| *[{starts}]+{rest}*" if starts else f" *{rest}+"
+    if joins:
+        words = f"(?:{words})(?:[{joins}][{starts}]*{rest}*)*"
+    return re.compile(f"{words}| +|[{single}]" if single else f"{words}| +")
