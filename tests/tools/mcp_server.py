@@ -7,14 +7,45 @@ prints the port. What happens is appended to the file `$JOURNAL`, a word a line.
 import asyncio
 import json
 import os
+import signal
 import socket
 import sys
 import time
 from pathlib import Path
 
-import mcp_types as types
-from mcp.server import Server
-from mcp.server.stdio import stdio_server
+
+def note(word: str) -> None:
+    """Append a word to the journal."""
+    if "JOURNAL" in os.environ:
+        with Path(os.environ["JOURNAL"]).open("a") as journal:
+            journal.write(word + "\n")
+
+
+def start() -> None:
+    """Start badly where told so, before anything takes time."""
+    note("start")
+    note(f"pid {os.getpid()}")
+    startup = os.environ.get("STARTUP")
+    if startup == "exit":
+        print(f"cannot start with {os.environ.get('TOKEN')}", file=sys.stderr)
+        sys.exit(7)
+    if startup == "silent":
+        time.sleep(3600)
+    if startup == "slow":
+        time.sleep(1)
+    if startup == "babble":
+        print("Welcome!\nThis is no protocol.", flush=True)
+        time.sleep(3600)
+    if startup == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+if __name__ == "__main__":
+    start()
+
+import mcp_types as types  # noqa: E402
+from mcp.server import Server  # noqa: E402
+from mcp.server.stdio import stdio_server  # noqa: E402
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 COMPLEX = {
@@ -44,11 +75,10 @@ counts: dict[str, int] = {}
 retired: set[str] = set()
 
 
-def note(word: str) -> None:
-    """Append a word to the journal."""
-    if "JOURNAL" in os.environ:
-        with Path(os.environ["JOURNAL"]).open("a") as journal:
-            journal.write(word + "\n")
+def said(topic: str) -> str:
+    """What a test has written into the file `$JOURNAL.<topic>`."""
+    path = Path(os.environ.get("JOURNAL", "/nowhere") + "." + topic)
+    return path.read_text() if path.exists() else ""
 
 
 def tool(name: str, schema: dict, **extra) -> types.Tool:
@@ -86,7 +116,7 @@ TOOLS = [
 
 async def list_tools(ctx, params) -> types.ListToolsResult:
     """Two pages of tools, without those that were retired."""
-    tools = [item for item in TOOLS if item.name not in retired and item.name != os.environ.get("WITHOUT")]
+    tools = [item for item in TOOLS if item.name not in retired and item.name != said("without")]
     if params is None or params.cursor is None:
         return types.ListToolsResult(tools=tools[:5], next_cursor="rest")
     return types.ListToolsResult(tools=tools[5:])
@@ -168,7 +198,7 @@ async def hang(ctx, arguments):
 
 async def block(ctx, arguments):
     """No answer to anything any more."""
-    time.sleep(3600)
+    time.sleep(3600)  # noqa: ASYNC251 - that is the point
 
 
 async def many(ctx, arguments):
@@ -287,7 +317,9 @@ async def serve_http(port: int) -> None:
         await send({"type": "http.response.body", "body": body})
 
     async def front(scope, receive, send) -> None:
-        path = scope.get("path", "")
+        path = said("path") or scope.get("path", "")
+        if scope.get("method") == "DELETE":
+            note("delete")
         headers = dict(scope.get("headers", ()))
         if path == "/elsewhere":
             await answer(send, 307, location="http://127.0.0.2:1/mcp?token=hidden")
@@ -322,25 +354,11 @@ async def serve_http(port: int) -> None:
 
 
 def main() -> None:
-    """Serve, or start badly."""
-    note("start")
-    startup = os.environ.get("STARTUP")
-    if startup == "exit":
-        print(f"cannot start with {os.environ.get('TOKEN')}", file=sys.stderr)
-        sys.exit(7)
-    if startup == "silent":
-        time.sleep(3600)
-    if startup == "babble":
-        print("Welcome!\nThis is no protocol.", flush=True)
-        time.sleep(3600)
-    if startup == "stubborn":
-        import signal
-
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Serve until the input ends."""
     http = sys.argv[1:2] == ["http"]
     asyncio.run(serve_http(int(sys.argv[2]) if len(sys.argv) > 2 else 0) if http else serve_stdio())
     note("end")
-    if startup == "stubborn":
+    if os.environ.get("STARTUP") == "stubborn":
         time.sleep(3600)
 
 

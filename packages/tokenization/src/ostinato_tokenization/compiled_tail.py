@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ostinato_tokenization.errors import ChatTemplateError, HistoryRewrittenError, MessageError
 from ostinato_tokenization.messages import Message
+from ostinato_tokenization.word_split import is_unicode
 
 if TYPE_CHECKING:
     from ostinato_tokenization.chat_tokenizer import ChatTokenizer
@@ -27,7 +28,6 @@ Shape = tuple[tuple[str, str | None, bool], ...]
 
 MAX_MESSAGES = 8
 _KNOWN_KEYS = frozenset(("role", "content", "name", "tool_call_id"))
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _CALL_IDS = ("call00001", "x9Yw2LmQ7")
 _EDGES = (
     "x",
@@ -118,7 +118,7 @@ class CompiledTail:
         for text in contents:
             if type(text) is not str or not text or text.isspace() or (self._left and self._left.search(text)):
                 return None
-            if not text.isascii() and _SURROGATE.search(text):
+            if not text.isascii() and not is_unicode(text):
                 return None
         ids = self._head[:]
         for mixed, literal in self._rest:

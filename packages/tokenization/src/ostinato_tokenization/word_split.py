@@ -64,13 +64,26 @@ def _escaped(code: int) -> str:
     return f"\\U{code:08x}"
 
 
-_BEYOND_ASCII = re.compile(r"[^\x00-\x7f]+")
+_ASCII_BYTES = bytes(range(0x80))
 _known_characters: set[str] = set()
 
 
 def beyond_ascii(text: str) -> str:
-    """The characters of a text that are not ASCII."""
-    return "".join(_BEYOND_ASCII.findall(text))
+    """The characters of a text that are not ASCII.
+
+    Raises:
+        UnicodeEncodeError: It holds unpaired surrogates.
+    """
+    return text.encode().translate(None, _ASCII_BYTES).decode()  # many times faster than a pattern
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text holds no unpaired surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def is_known(characters: str) -> bool:

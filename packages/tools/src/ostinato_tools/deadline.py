@@ -102,6 +102,8 @@ async def run_bounded(
     except asyncio.CancelledError:
         task.add_done_callback(lambda task: running.pop(task, None))  # it may outlive this call
         await stop({task: waiter}, what)
+        if task.done():
+            coroutine.close()  # it may have been cancelled before its first step
         raise
     finally:
         deadlines.lift(waiter)
@@ -111,6 +113,7 @@ async def run_bounded(
         raise DeadlineExceeded(task)
     running.pop(task, None)
     if task.cancelled():
+        coroutine.close()  # it may have been cancelled before its first step
         raise ToolGone("it was cancelled from within")
     return task.result()
 

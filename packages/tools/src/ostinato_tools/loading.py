@@ -19,7 +19,7 @@ from ostinato_tools.registry import ToolRegistry
 from ostinato_tools.yaml_files import read_config_file
 
 _ENTRY_KEYS = ("class_name", "config", "tool_schema", "policy")
-_MCP_ENTRY_KEYS = ("class_name", "config", "mcp")
+_MCP_ENTRY_KEYS = ("class_name", "config", "mcp", "policy")
 
 
 def load_tools(
@@ -104,12 +104,14 @@ def _load_mcp_entry(entry: dict, config: dict, place: str, folder: Path, registr
     from ostinato_tools.mcp.loading import add_mcp_tools  # everything about servers is loaded by those who have some
 
     if "mcp" not in entry:
-        raise ToolConfigError(f"{place} must say which servers it means, got no mcp; write mcp: {{mcpServers: ...}}")
+        raise ToolConfigError(
+            f"{place} must say which servers it means, got no key 'mcp'; write mcp: {{mcpServers: ...}}"
+        )
     class_name = entry.get("class_name", "ostinato_tools.mcp.McpTool")
     if not isinstance(class_name, str):
         raise ToolConfigError(f"class_name of {place} must be a string, got {type(class_name).__name__}; correct it")
     tool_class = _import_name(class_name, place)
-    add_mcp_tools(tool_class, config, entry.get("mcp"), registry, place=place, folder=folder)
+    add_mcp_tools(tool_class, entry, config, registry, place=place, folder=folder)
 
 
 def _load_native_entry(entry: dict, config: dict, place: str, registry: ToolRegistry) -> None:

@@ -4,6 +4,7 @@ Each tool class takes a `journal` in its configuration, a list that every instan
 """
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -99,8 +100,9 @@ class CounterTool(BaseTool):
 class MischievousTool(CounterTool):
     """A counter that fails, hangs or ignores cancellation where its configuration says so.
 
-    `config[method]`, for method in create, execute, calc_reward, release, is one of `"fail"`, `"hang"`, `"cancel"` (ends as
-    cancelled by itself), `"exit"` (raises SystemExit) or `"ok"`; a list of them is used up call by call, then `"ok"`.
+    `config[method]`, for method in create, execute, calc_reward, release, is one of `"fail"`, `"hang"`, `"ignore"` (goes on for
+    50 milliseconds, cancelled or not), `"cancel"` (ends as cancelled by itself), `"exit"` (raises SystemExit) or `"ok"`; a list
+    of them is used up call by call, then `"ok"`.
     """
 
     async def _mischief(self, method: str) -> None:
@@ -111,6 +113,12 @@ class MischievousTool(CounterTool):
             raise RuntimeError(f"{method} always fails")
         if plan == "hang":
             await asyncio.Event().wait()
+        if plan == "ignore":
+            loop = asyncio.get_running_loop()
+            end = loop.time() + 0.05
+            while (rest := end - loop.time()) > 0:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(rest)
         if plan == "cancel":
             raise asyncio.CancelledError
         if plan == "exit":

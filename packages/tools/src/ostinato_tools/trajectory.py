@@ -265,8 +265,7 @@ class TrajectoryTools:
         try:
             tool = bound.definition.make()
             tool.trajectory_scope = self._scope
-            self._begun.append((bound, tool, instance_id))
-            coroutine = _call(tool.create, instance_id, kwargs=self._kwargs(name, "create_kwargs"))
+            coroutine = self._begin(bound, tool, instance_id)
             await run_bounded(coroutine, bound.deadlines(), f"create of {name}", self._running)
         except DeadlineExceeded:
             text = f"Error: {name} could not be started within {bound.timeout_s} s."
@@ -278,6 +277,11 @@ class TrajectoryTools:
             ) from None
         slot.tool, slot.instance_id = tool, instance_id
         return tool
+
+    async def _begin(self, bound: "BoundTool", tool: BaseTool, instance_id: str) -> None:
+        # Here rather than by the caller: a create that is cancelled before its first step asks for no release.
+        self._begun.append((bound, tool, instance_id))
+        await tool.create(instance_id, **self._kwargs(bound.name, "create_kwargs"))
 
     async def _bounded(self, bound: "BoundTool", coroutine: Any, slot: _Slot | None = None) -> Any:
         try:

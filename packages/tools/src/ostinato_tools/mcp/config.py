@@ -81,8 +81,6 @@ class McpOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     session: SessionScope = SessionScope.SHARED
     """`shared`: one session serves all trajectories, and is opened again when it is lost. `trajectory`: each trajectory has
     a session of its own (over stdio a process of its own) from its first call to its end, for servers that keep state."""
-    timeout: float | None = None
-    """Seconds for one call, retries included; None leaves it to the executor's deadline."""
     start_timeout: float = 30.0
     """Seconds for one attempt to start or reach a server and to learn its tools."""
     max_retries: int = 2
@@ -92,10 +90,8 @@ class McpOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bytes of the longest message that a server may send."""
 
     def __post_init__(self) -> None:
-        for name in ("timeout", "start_timeout"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be a positive finite number, got {value}; give seconds")
+        if not 0 < self.start_timeout < math.inf:
+            raise ValueError(f"start_timeout must be a positive finite number, got {self.start_timeout}; give seconds")
         if self.max_retries < 0:
             raise ValueError(f"max_retries must be at least 0, got {self.max_retries}; 0 never tries again")
         if self.max_message_bytes < 1024:
@@ -113,22 +109,41 @@ class McpSelection(msgspec.Struct, frozen=True):
 
 
 def read_options(config: Mapping[str, Any], place: str) -> McpOptions:
-    """Read the entry's `config`.
+    """Read the entry's `config`, but for its `timeout`, which is a matter of the policy.
 
     Raises:
         ToolConfigError: a key is unknown or a value has the wrong form.
     """
-    given = {key: value for key, value in config.items() if key != "type"}
-    known = McpOptions.__struct_fields__
-    unknown = [key for key in given if key not in known]
+    known = ("type", "timeout", *McpOptions.__struct_fields__)
+    unknown = [key for key in config if key not in known]
     if unknown:
-        raise ToolConfigError(
-            f"config of {place} must have no keys but type, {', '.join(known)}, got {unknown}; remove them"
-        )
+        cure = "write policy: {max_calls_per_s: ...} beside config" if unknown == ["rate_limit"] else "remove them"
+        raise ToolConfigError(f"config of {place} must have no keys but {', '.join(known)}, got {unknown}; {cure}")
+    given = {key: value for key, value in config.items() if key not in ("type", "timeout")}
     try:
         return msgspec.convert(given, McpOptions)
     except msgspec.ValidationError as error:
         raise ToolConfigError(f"config of {place} must fit its keys, got: {error}; correct it") from None
+
+
+def read_policy(policy: Any, config: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Read the entry's `policy`, into which the `timeout` of its `config` goes.
+
+    Raises:
+        ToolConfigError: it is no mapping, or says how long twice.
+    """
+    if policy is not None and not isinstance(policy, dict):
+        raise ToolConfigError(
+            f"policy of {place} must be a mapping, got {type(policy).__name__}; write e.g. {{timeout_s: 5}}"
+        )
+    fields = dict(policy or {})
+    if config.get("timeout") is not None:
+        if "timeout_s" in fields:
+            raise ToolConfigError(
+                f"{place} must have one deadline, got config.timeout and policy.timeout_s; remove one"
+            )
+        fields["timeout_s"] = config["timeout"]
+    return fields
 
 
 def read_selection(mcp: Any, place: str, folder: Path) -> McpSelection:

@@ -86,13 +86,12 @@ class Connection:
         if self._client is not None:
             return
         in_time = self._ready.is_set()
+        # what is known so far, before we end the process ourselves
+        late = (f"no answer within {self._options.start_timeout} s", *self._known())
         self._scope.cancel()
         await asyncio.wait((owner,), timeout=CLOSE_GRACE_S)
-        reason = self._reason() if in_time else f"no answer within {self._options.start_timeout} s"
-        detail = "" if in_time else self._report.describe() or self._notes.describe()
-        raise ConnectionLost(
-            f"{reason}; {detail}" if detail else reason, may_have_run=False, permanent=in_time and self._is_permanent()
-        )
+        reason = self._reason() if in_time else "; ".join(filter(None, late))
+        raise ConnectionLost(self._redact(reason), may_have_run=False, permanent=in_time and self._is_permanent())
 
     async def call(self, name: str, arguments: dict[str, Any]) -> types.CallToolResult:
         """Call a tool.
@@ -220,12 +219,16 @@ class Connection:
         if self._owner is not None:
             await asyncio.wait((self._owner,), timeout=_REASON_WAIT_S)
 
+    def _known(self) -> list[str]:
+        """What was seen below the session; secrets are masked in what others wrote, not in our own words."""
+        return [self._report.describe(), self._redact(self._notes.describe())]
+
     def _reason(self) -> str:
-        parts = [self._report.describe(), self._notes.describe()]
+        parts = self._known()
         failure = self._failure
         if failure is not None and not (any(parts) and _says_nothing(failure)):
-            parts.append(describe_error(failure))
-        return self._redact("; ".join(filter(None, parts)) or "the session ended")
+            parts.append(self._redact(describe_error(failure)))
+        return "; ".join(filter(None, parts)) or "the session ended"
 
     def _is_permanent(self) -> bool:
         """Whether trying again is pointless: there is no such program, or the address or the credentials are wrong."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ostinato_tools.errors import ToolConfigError, ToolImportError, ToolInfrastructureError, ToolSchemaError
 from ostinato_tools.mcp import background
-from ostinato_tools.mcp.config import McpOptions, SessionScope, read_options, read_selection
+from ostinato_tools.mcp.config import McpOptions, SessionScope, read_options, read_policy, read_selection
 from ostinato_tools.mcp.server import McpServer, mcp_server
 from ostinato_tools.mcp.tool import BINDING, McpBinding, McpTool
 from ostinato_tools.registry import ToolRegistry
@@ -16,15 +16,17 @@ if TYPE_CHECKING:
     import mcp_types as types
 
 
-def add_mcp_tools(tool_class: Any, config: dict, mcp: Any, registry: ToolRegistry, *, place: str, folder: Path) -> None:
+def add_mcp_tools(
+    tool_class: Any, entry: dict, config: dict, registry: ToolRegistry, *, place: str, folder: Path
+) -> None:
     """Ask the servers of an entry for their tools and register those that it selects.
 
     Blocks until every server has answered, at most `(max_retries + 1) * start_timeout` seconds and the pauses between.
 
     Args:
         tool_class: `McpTool` or a class derived from it.
+        entry: The entry: its `mcp` and its `policy`, which holds for every tool.
         config: The entry's `config`.
-        mcp: The entry's `mcp`.
         registry: Where they go.
         place: Where the entry was written, for messages.
         folder: Its folder, for relative paths.
@@ -41,7 +43,8 @@ def add_mcp_tools(tool_class: Any, config: dict, mcp: Any, registry: ToolRegistr
             "write ostinato_tools.mcp.McpTool or leave it out"
         )
     options = read_options(config, place)
-    selection = read_selection(mcp, place, folder)
+    policy = read_policy(entry.get("policy"), config, place)
+    selection = read_selection(entry.get("mcp"), place, folder)
     if find_spec("mcp") is None:
         raise ToolImportError(
             f"tools of {place} must have the extra mcp, got an installation without it; "
@@ -50,7 +53,7 @@ def add_mcp_tools(tool_class: Any, config: dict, mcp: Any, registry: ToolRegistr
     servers = [mcp_server(spec, options) for spec in selection.servers]
     try:
         offered = background.run_blocking(_list_all(servers, options), _deadline(options))
-    except ToolInfrastructureError as error:
+    except (ToolInfrastructureError, TimeoutError) as error:
         raise ToolInfrastructureError(f"{error}; start the server, or correct {place}") from None
     wanted = None if selection.tool_names is None else set(selection.tool_names)
     _check_selection(wanted, servers, offered, place)
@@ -58,12 +61,14 @@ def add_mcp_tools(tool_class: Any, config: dict, mcp: Any, registry: ToolRegistr
         for name, tool in tools.items():
             if wanted is None or name in wanted:
                 where = f"{place}, MCP server {server.spec.name!r}"
-                binding = McpBinding(server=server, tool_name=name, repeatable=_repeatable(tool))
+                repeatable = policy.get("idempotent", _says_repeatable(tool)) is True
+                binding = McpBinding(server=server, tool_name=name, repeatable=repeatable)
                 registry.add_class(
                     tool_class,
                     config={**config, BINDING: binding},
                     tool_schema=_schema(tool, selection.name_prefix, where),
                     place=where,
+                    policy=policy,
                 )
 
 
@@ -106,6 +111,6 @@ def _schema(tool: "types.Tool", prefix: str, place: str) -> dict:
     return {"type": "function", "function": function}
 
 
-def _repeatable(tool: "types.Tool") -> bool:
+def _says_repeatable(tool: "types.Tool") -> bool:
     hints = tool.annotations
     return hints is not None and (hints.read_only_hint is True or hints.idempotent_hint is True)

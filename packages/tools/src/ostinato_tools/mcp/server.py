@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from ostinato_tools.errors import ToolInfrastructureError, ToolTimeoutError
+from ostinato_tools.errors import ToolInfrastructureError
 from ostinato_tools.mcp import background
 from ostinato_tools.mcp.config import McpOptions, ServerSpec, redactor_of
 from ostinato_tools.mcp.secrets import guard_logs
@@ -281,18 +281,3 @@ class TrajectorySession:
             connection, self._connection = self._connection, None
             if connection is not None:
                 await connection.close()
-
-
-async def bounded(
-    call: "Awaitable[types.CallToolResult]", timeout_s: float | None, name: str
-) -> "types.CallToolResult":
-    """Await a call for at most `timeout_s` seconds.
-
-    Raises:
-        ToolTimeoutError: it took longer.
-    """
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await call
-    except TimeoutError:
-        raise ToolTimeoutError(f"{name} did not finish within {timeout_s} s.") from None

@@ -10,7 +10,8 @@ from ostinato_tools.errors import ToolArgumentError, ToolConfigError, ToolFailed
 from ostinato_tools.mcp import background
 from ostinato_tools.mcp.config import SessionScope
 from ostinato_tools.mcp.results import McpResult, response_of
-from ostinato_tools.mcp.server import McpServer, TrajectorySession, bounded
+from ostinato_tools.mcp.server import McpServer, TrajectorySession
+from ostinato_tools.policies import ToolPolicy
 from ostinato_tools.responses import ToolResponse
 
 BINDING = "mcp"
@@ -49,6 +50,8 @@ class McpTool(BaseTool):
             )
         self._binding = binding
         self._session: TrajectorySession | None = None
+        if binding.repeatable:
+            self.policy = msgspec.structs.replace(self.policy or ToolPolicy(), idempotent=True)
 
     async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> None:
         """Open the trajectory's session with the server, if it is to have one of its own."""
@@ -72,7 +75,7 @@ class McpTool(BaseTool):
             call = self._session.call(binding.tool_name, parameters)
         else:
             call = binding.server.call(binding.tool_name, parameters, repeatable=binding.repeatable)
-        raw = await background.run(bounded(call, binding.server.options.timeout, self.name))
+        raw = await background.run(call)
         content = [block.model_dump(mode="json", by_alias=True, exclude_none=True) for block in raw.content]
         return self.parse_result(McpResult(content=content, structured=raw.structured_content, is_error=raw.is_error))
 

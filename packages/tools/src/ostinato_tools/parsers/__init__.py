@@ -15,7 +15,7 @@ from ostinato_tools.parsers.base import (
 )
 from ostinato_tools.parsers.grammar import Format, TagFormat
 from ostinato_tools.parsers.hermes import HermesParser
-from ostinato_tools.parsers.lookup import PARSERS, get_parser
+from ostinato_tools.parsers.lookup import PARSERS, get_parser, parser_for
 
 __all__ = [
     "PARSERS",
@@ -31,4 +31,5 @@ __all__ = [
     "ToolParser",
     "TurnStream",
     "get_parser",
+    "parser_for",
 ]

@@ -38,9 +38,12 @@ class TaggedFormat(TagFormat):
     """What stands before a parameter's name, behind it, and behind its value."""
     shape: str
     """How a call is written, for messages."""
+    other_openers: tuple[str, ...] = ()
+    """Tags that begin calls written otherwise, which the subclass reads itself; `other_closers` close them."""
+    other_closers: tuple[str, ...] = ()
 
     def __init__(self) -> None:
-        self.openers, self.closers = (self.begin,), (self.end,)
+        self.openers, self.closers = (self.begin, *self.other_openers), (self.end, *self.other_closers)
         super().__init__()
         call, name_end, call_end = self.call_tags
         parameter, key_end, value_end = self.parameter_tags

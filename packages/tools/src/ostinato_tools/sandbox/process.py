@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import contextlib
 import logging
 import os
 import threading
@@ -46,8 +47,8 @@ class ProcessBackend:
                         await worker.ready()
                         self._check(worker.report)
                     except BaseException as error:
-                        self._give_back(worker)
-                        worker.abandon()
+                        with contextlib.suppress(ToolInfrastructureError):
+                            await self.end(worker)
                         if is_new or not isinstance(error, ToolInfrastructureError):
                             raise
                         continue  # a spare that died while it waited says nothing about the next one

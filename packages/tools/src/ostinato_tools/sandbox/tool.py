@@ -21,6 +21,7 @@ MAX_CODE_LENGTH = 1_000_000
 """Characters of one call's code."""
 
 _STATE_LOST = "Variables and files of earlier calls are lost; the next call starts anew."
+_STATE_LOST_BEFORE = "Variables and files from before are lost."
 _SCHEMA = {
     "type": "function",
     "function": {
@@ -92,7 +93,8 @@ class PythonTool(BaseTool):
         self._backend = backend_for(self._sandbox)
         self._session: SandboxSession | None = None
         self._num_lost = 0
-        self._lost_untold = False
+        self._is_cut_off = False
+        self._note = ""
 
     async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> None:
         """Take a worker.
@@ -123,13 +125,13 @@ class PythonTool(BaseTool):
         """
         code = _readable(parameters.get("code"))
         session = await self._usable_session()
-        self._lost_untold = True  # until an answer is there: a call that is cut off takes the state with it
+        self._is_cut_off = True  # until an answer is there: a call that is cancelled takes the state with it
         result = await session.run(code)
-        self._lost_untold = False
+        self._is_cut_off = False
         if result.state_lost:
             self._num_lost += 1
             await self._end_session()
-        text = self._text(result)
+        text, self._note = self._note + self._text(result), ""
         if result.end is RunEnd.TIMED_OUT:
             raise ToolTimeoutError(text)
         if result.end is RunEnd.DIED:
@@ -141,8 +143,10 @@ class PythonTool(BaseTool):
         await self._end_session()
 
     async def _usable_session(self) -> SandboxSession:
-        if self._lost_untold:  # the call before was cut off, and its interpreter with it
+        if self._is_cut_off:
+            self._is_cut_off = False
             self._num_lost += 1
+            self._note = f"(An earlier call was cut off. {_STATE_LOST_BEFORE})\n"
             await self._end_session()
         if self._session is None:
             if self._num_lost > self._sandbox.max_restarts:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -40,6 +40,7 @@ class _Told(msgspec.Struct):
     ready: bool = False
     report: tuple[Enforcement, ...] = ()
     base: str = ""
+    groups: tuple[str, ...] = ()
     failed: str | None = None
     ended: bool = False
     status: int | None = None
@@ -55,14 +56,21 @@ class _Answer(msgspec.Struct, forbid_unknown_fields=True):
     error: str | None
     name: str | None
     timed_out: bool
-    dropped: int
+    dropped: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 
 
 _Message = TypeVar("_Message", _Told, _Answer)
 
 
 class _Gone(Exception):
-    """The connection was closed, or brought something else than a message."""
+    """The connection was closed."""
+
+
+class _Garbled(_Gone):
+    """The connection brought something else than a message."""
+
+    def __init__(self) -> None:
+        super().__init__("it wrote into the sandbox's own connection")
 
 
 class Worker:
@@ -77,7 +85,7 @@ class Worker:
         self._config = config
         self.report: tuple[Enforcement, ...] = ()
         self.closed = False
-        self._base = ""
+        self._folders: tuple[str, ...] = ()
         self._useless = False
         self._ended: _Told | None = None
         self._control, control = socket.socketpair()
@@ -142,7 +150,7 @@ class Worker:
         if message.failed is not None:
             raise ToolInfrastructureError(f"a sandbox must be set up, got {message.failed}")
         self.report = message.report
-        self._base = message.base
+        self._folders = (message.base, *message.groups)
 
     async def run(self, code: str) -> CodeResult:
         """Run code; see `SandboxSession.run`."""
@@ -158,9 +166,9 @@ class Worker:
         except TimeoutError:
             return await self._lost(collected, RunEnd.TIMED_OUT, f"it did not end within {self._config.wall_s:g} s")
         except (_Gone, OSError) as error:
-            if collected.flooded:
-                return await self._lost(collected, RunEnd.DIED, "it wrote far more than is allowed")
-            return await self._lost(collected, RunEnd.DIED, str(error))
+            detail = "it wrote far more than is allowed" if collected.flooded else str(error)
+            by_itself = not collected.flooded and not isinstance(error, _Garbled)
+            return await self._lost(collected, RunEnd.DIED, detail, patience_s=_GRACE_S if by_itself else 0.0)
         except BaseException:  # cancelled: nobody waits for the answer, so the code must not go on
             self._stop()
             raise
@@ -174,7 +182,7 @@ class Worker:
             output=collected.text(),
             value=answer.value,
             error=answer.error,
-            num_dropped=max(0, answer.dropped) + collected.num_dropped,
+            num_dropped=answer.dropped + collected.num_dropped,
         )
 
     async def _ask(self, code: str) -> _Answer:
@@ -184,11 +192,11 @@ class Worker:
         # A character is at most six bytes of JSON; value and traceback have as many as the output may have.
         answer = await _receive(self._channel, 16 * self._config.output_bytes + 4096, _Answer)
         if answer.id != number:
-            raise _Gone("it wrote into the sandbox's own connection")
+            raise _Garbled
         return answer
 
-    async def _lost(self, collected: "_Collected", end: RunEnd, detail: str) -> CodeResult:
-        ended = await self._end(patience_s=_GRACE_S if end is RunEnd.DIED else 0.0)
+    async def _lost(self, collected: "_Collected", end: RunEnd, detail: str, *, patience_s: float = 0.0) -> CodeResult:
+        ended = await self._end(patience_s=patience_s)
         collected.read()
         if ended is not None and (ended.status is not None or ended.out_of_memory):
             detail = _how(ended)
@@ -205,8 +213,9 @@ class Worker:
         finally:
             self.abandon()
         if ended is None:
+            left = self._clean_for_warden()
             raise ToolInfrastructureError(
-                f"a sandbox must end within {_CLEANUP_S:g} s, got none; its warden was killed"
+                f"a sandbox must be ended by its warden, got one that died or took {_CLEANUP_S:g} s; left are {left or 'no'} folders"
             )
         if ended.left:
             raise ToolInfrastructureError(f"a sandbox must leave nothing behind, got {', '.join(ended.left)}")
@@ -228,6 +237,15 @@ class Worker:
             await asyncio.sleep(0.001)
         return self._ended
 
+    def _clean_for_warden(self) -> list[str]:
+        """Remove the folders of a worker whose warden cannot any more; returns those that are still there."""
+        for folder in self._folders:
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+            with contextlib.suppress(OSError):
+                scratch.remove(folder)
+        return [folder for folder in self._folders if os.path.isdir(folder)]
+
     async def _last_word(self) -> _Told | None:
         try:
             while not (told := await _receive(self._control, _CONTROL_BYTES, _Told)).ended:
@@ -242,17 +260,16 @@ class Worker:
 
     def abandon(self) -> None:
         """Let go of the connections: the warden then ends everything by itself."""
-        if self.closed:
-            return
-        self.closed = True
-        self._stop()
-        self.forget()
+        if not self.closed:
+            self._stop()
+            self.forget()
 
     def forget(self) -> None:
         """Close the descriptors and do no more, as in a fork of the parent, whose worker it is not."""
-        self._control.close()
-        self._channel.close()
-        with contextlib.suppress(OSError):
+        if not self.closed:
+            self.closed = True
+            self._control.close()
+            self._channel.close()
             os.close(self._output)
 
     def wait_ended(self, timeout_s: float) -> None:
@@ -309,12 +326,12 @@ async def _receive(connection: socket.socket, limit: int, kind: type[_Message]) 
     header = await _exactly(connection, _HEADER_BYTES)
     size = int.from_bytes(header, "big")
     if size > limit:
-        raise _Gone("it wrote into the sandbox's own connection")
+        raise _Garbled
     body = await _exactly(connection, size)
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise _Gone("it wrote into the sandbox's own connection") from None
+        raise _Garbled from None
 
 
 async def _exactly(connection: socket.socket, size: int) -> bytes:

@@ -34,6 +34,7 @@ class Facts:
     def __init__(self) -> None:
         self.by: dict[str, list[str]] = {name: [] for name in PROTECTIONS}
         self.reasons: dict[str, list[str]] = {name: [] for name in PROTECTIONS}
+        self.notes: dict[str, list[str]] = {name: [] for name in PROTECTIONS}
 
     def holds(self, name: str, by: str) -> None:
         """Record that `name` is enforced by something."""
@@ -48,15 +49,20 @@ class Facts:
         self.by[name].clear()
         self.reasons[name].append(why)
 
+    def note(self, name: str, text: str) -> None:
+        """Record what a user should know about `name`, enforced or not."""
+        self.notes[name].append(text)
+
     def merge(self, other: dict[str, dict[str, list[str]]]) -> None:
         """Add what `as_message` of another process gave."""
         for name in PROTECTIONS:
             self.by[name] += other["by"][name]
             self.reasons[name] += other["reasons"][name]
+            self.notes[name] += other["notes"][name]
 
     def as_message(self) -> dict[str, dict[str, list[str]]]:
         """Return everything as JSON values."""
-        return {"by": self.by, "reasons": self.reasons}
+        return {"by": self.by, "reasons": self.reasons, "notes": self.notes}
 
     def as_report(self) -> list[dict[str, Any]]:
         """Return one entry for each protection: name, enforced, detail."""
@@ -64,5 +70,6 @@ class Facts:
         for name in PROTECTIONS:
             by, reasons = self.by[name], self.reasons[name]
             detail = ", ".join(by) if by else "; ".join(reasons) or f"nothing on {sys.platform} offers it"
+            detail = "; ".join([detail, *self.notes[name]])
             report.append({"name": name, "enforced": bool(by), "detail": detail})
         return report

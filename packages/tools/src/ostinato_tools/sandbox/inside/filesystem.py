@@ -5,7 +5,6 @@ Paths are the same as outside, so that the interpreter finds its library. It all
 
 import os
 import sys
-import sysconfig
 
 from .syscalls import (
     MNT_DETACH,
@@ -26,14 +25,14 @@ from .syscalls import (
 SCRATCH = "/tmp"
 """Where the scratch folder lies in a file system of the sandbox's own."""
 
-_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _LINKER_CACHE = "/etc/ld.so.cache"
 
 
 def python_paths(packages: list[str]) -> list[str]:
     """Return the folders in which this interpreter and `packages` live, none of them twice or inside of another."""
-    paths = [sys.prefix, sys.base_prefix, sys.exec_prefix, sysconfig.get_path("stdlib"), *packages]
+    paths = [sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.__file__), *packages]
     wanted = sorted({os.path.abspath(path) for path in paths} | {os.path.realpath(path) for path in paths})
     kept: list[str] = []
     for path in wanted:

@@ -45,12 +45,7 @@ _UID_BASE = 1_900_000_000
 """Far above the ids that systems and containers give out; the warden's process id is added to it."""
 SHARED_UID = 65534
 """The user `nobody`, where there is no other."""
-_MORE_NAMESPACES = {
-    "network": syscalls.CLONE_NEWNET,
-    "ipc": syscalls.CLONE_NEWIPC,
-    "host name": syscalls.CLONE_NEWUTS,
-    "control group": syscalls.CLONE_NEWCGROUP,
-}
+_MORE_NAMESPACES = (syscalls.CLONE_NEWIPC, syscalls.CLONE_NEWUTS, syscalls.CLONE_NEWCGROUP)
 
 
 class Isolation:
@@ -76,6 +71,7 @@ class Isolation:
         self._namespaces = namespaces
         self._signals_refused = signals_refused
         self._own_root = False
+        self._readable = filesystem.readable_paths(settings["packages"])  # while links can still be followed
 
     def enter(self) -> None:
         """Take all steps.
@@ -104,14 +100,15 @@ class Isolation:
         facts.holds("no_leftovers", "PID namespace")
         facts.holds("other_processes", "PID namespace")
         self._signals_refused = "PID namespace"
-        for name, flag in _MORE_NAMESPACES.items():
-            try:
+        try:
+            syscalls.unshare(syscalls.CLONE_NEWNET)
+        except OSError as error:
+            facts.lacks("network", f"network namespace: {error.strerror}")
+        else:
+            facts.holds("network", "network namespace")
+        for flag in _MORE_NAMESPACES:  # what they would hide, the system call filter refuses as well
+            with contextlib.suppress(OSError):
                 syscalls.unshare(flag)
-            except OSError as error:
-                facts.lacks("network" if name == "network" else "system_calls", f"{name} namespace: {error.strerror}")
-            else:
-                if name == "network":
-                    facts.holds("network", "network namespace")
         try:
             syscalls.unshare(syscalls.CLONE_NEWNS)
             missing = filesystem.enter(
@@ -138,7 +135,7 @@ class Isolation:
             return
         for name in _LIBRARY:
             importlib.import_module(name)
-        self.facts.lacks("files", f"modules that are not imported yet are out of reach: {library} is closed to others")
+        self.facts.note("files", f"modules that are not imported yet are out of reach: {library} is closed to others")
 
     def _limit(self) -> None:
         settings, facts = self._settings, self.facts
@@ -152,8 +149,7 @@ class Isolation:
         for name, (limit, value) in limits.items():
             try:
                 # One second more before the kernel kills: at the lower one the runner may still tell the code.
-                spare = 1 if name == "cpu_time" else 0
-                resource.setrlimit(getattr(resource, limit), (value, value + spare))
+                _set_limit(limit, value, spare=1 if name == "cpu_time" else 0)
             except (AttributeError, ValueError, OSError) as error:
                 facts.lacks(name, f"{limit}: {error}")
             else:
@@ -163,9 +159,10 @@ class Isolation:
                     facts.lacks(name, f"{limit} does not hold for root")
                 else:
                     facts.holds(name, limit)
-        for limit, value in (("CORE", 0), ("MEMLOCK", 0), ("MSGQUEUE", 0), ("SIGPENDING", 256), ("STACK", 8 << 20)):
+        # A core file of one byte is none, and unlike one of none it is not handed to the host's handler of crashes either.
+        for limit, value in (("CORE", 1), ("MEMLOCK", 0), ("MSGQUEUE", 0), ("SIGPENDING", 256), ("STACK", 8 << 20)):
             with contextlib.suppress(AttributeError, ValueError, OSError):
-                resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (value, value))
+                _set_limit(f"RLIMIT_{limit}", value)
 
     def _shared_processes(self) -> int:
         """Tasks that count for this user already, where the user is shared with the parent."""
@@ -231,7 +228,7 @@ class Isolation:
             if self._own_root:
                 readable, writable = ["/"], [self.scratch, "/dev/shm", "/dev/null"]
             else:
-                readable, writable = filesystem.readable_paths(self._settings["packages"]), [self.scratch, "/dev/null"]
+                readable, writable = self._readable, [self.scratch, "/dev/null"]
             landlock.restrict(readable, writable, offered=offered)
         except OSError as error:
             facts.lacks("files", f"Landlock: {error.strerror}")
@@ -271,6 +268,14 @@ def choose_uid(without: list[str]) -> tuple[int, str]:
         if _is_mapped(uid):
             return uid, ""
     return 0, "no other user is known in this user namespace"
+
+
+def _set_limit(name: str, value: int, *, spare: int = 0) -> None:
+    limit = getattr(resource, name)
+    highest = resource.getrlimit(limit)[1]
+    if highest != resource.RLIM_INFINITY:
+        value, spare = min(value, highest), min(spare, highest - min(value, highest))
+    resource.setrlimit(limit, (value, value + spare))
 
 
 def _is_mapped(uid: int) -> bool:

@@ -24,6 +24,8 @@ _MARK = "...(truncated)..."
 class TimeIsUp(BaseException):
     """Raised in the code when its time is up; no `except Exception` catches it."""
 
+    __module__ = "builtins"  # so that a traceback names it by its name alone
+
 
 class LimitedOutput(io.RawIOBase):
     """Passes a number of bytes to a file descriptor for each call and drops the rest, so that code may print without end."""
@@ -63,13 +65,13 @@ class Runner:
         self._connection = connection
         self._limit = settings["output_bytes"]
         self._number = 0
+        self._is_running = False
         self._process = os.getpid()
         self._module = ModuleType("__main__")
         sys.modules["__main__"] = self._module
         sys.argv = [""]
         sys.path[:] = ["", *sys.path[1:], *settings["packages"]]
         builtins.exit = builtins.quit = sys.exit
-        sys.stdin = open(os.devnull)  # noqa: SIM115 - it stays open as long as the interpreter lives
         for name in settings["preload"]:
             importlib.import_module(name)
 
@@ -88,17 +90,18 @@ class Runner:
             cast(Any, output), encoding="utf-8", errors="backslashreplace", newline="\n", write_through=True
         )
         for number in (signal.SIGALRM, signal.SIGXCPU):
-            signal.signal(number, _raise_time_is_up)
+            signal.signal(number, self._on_time_up)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         answer = {"id": request["id"], "value": None, "error": None, "name": None, "timed_out": False}
         try:
-            signal.setitimer(signal.ITIMER_REAL, request["seconds"])
             try:
+                self._is_running = True
+                signal.setitimer(signal.ITIMER_REAL, request["seconds"])
                 answer["value"] = self._run(request["code"])
-            finally:
+            finally:  # in two steps, so that an alarm that comes just now is still caught below
+                self._is_running = False
                 signal.setitimer(signal.ITIMER_REAL, 0)
         except BaseException as error:  # whatever the code raises is its result
-            signal.setitimer(signal.ITIMER_REAL, 0)
             answer["timed_out"] = isinstance(error, TimeIsUp)
             answer["name"], answer["error"] = self._described(error)
         answer["dropped"] = output.num_dropped
@@ -118,11 +121,16 @@ class Runner:
         namespace["_"] = value
         return self._cut(repr(value))
 
+    def _on_time_up(self, number: int, _: FrameType | None) -> None:
+        if self._is_running:
+            whose = "this trajectory's processor time" if number == signal.SIGXCPU else "this call's time"
+            raise TimeIsUp(f"{whose} is used up")
+
     def _described(self, error: BaseException) -> tuple[str, str]:
         name = type(error).__name__
         try:
             described = traceback.TracebackException.from_exception(error, max_group_width=5, max_group_depth=3)
-            _keep_own_frames(described, set())
+            _keep_own_frames(described)
             return name[:200], self._cut("".join(described.format()).rstrip("\n"))
         except BaseException:  # a __str__ of the code's may raise anything, also what ends interpreters
             return name[:200], name[:200]
@@ -143,17 +151,13 @@ def _compiled(code: str, name: str) -> tuple[CodeType, CodeType | None]:
     return compile(tree, name, "exec"), last
 
 
-def _keep_own_frames(described: traceback.TracebackException, seen: set[int]) -> None:
+def _keep_own_frames(described: traceback.TracebackException) -> None:
     """Leave only lines of the code itself in a traceback and in those that it hangs on."""
-    if id(described) in seen:
-        return
-    seen.add(id(described))
-    described.stack[:] = [frame for frame in described.stack if frame.filename.startswith("<call ")]
-    for other in (described.__cause__, described.__context__, *(described.exceptions or ())):
-        if other is not None:
-            _keep_own_frames(other, seen)
-
-
-def _raise_time_is_up(number: int, frame: FrameType | None) -> None:
-    what = "the processor time of this trajectory" if number == signal.SIGXCPU else "the time of this call"
-    raise TimeIsUp(f"{what} is used up")
+    seen: set[int] = set()
+    waiting: list[traceback.TracebackException | None] = [described]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.stack[:] = [frame for frame in one.stack if frame.filename.startswith("<call ")]
+            waiting += [one.__cause__, one.__context__, *(one.exceptions or ())]

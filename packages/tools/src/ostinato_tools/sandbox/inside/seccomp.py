@@ -5,6 +5,7 @@ socket, whatever the family: network namespaces do not hold AF_VSOCK back, for o
 """
 
 import ctypes
+import errno
 import os
 import struct
 import sys
@@ -110,11 +111,14 @@ _CLONE3 = 435
 _IOCTL = {"x86_64": 16, "aarch64": 29}
 _KILL = {"x86_64": (62, 234), "aarch64": (129, 131)}
 _PRCTL = {"x86_64": 157, "aarch64": 167}
+_PRLIMIT = {"x86_64": 302, "aarch64": 261}
+_SETRLIMIT = {"x86_64": 160, "aarch64": 164}
 _SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
 _NEW_NAMESPACES = 0x7E020000
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22
 _AF_UNIX = 1
+_RLIMIT_CORE = 4
 
 _LOAD, _EQUAL, _GREATER, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 _ALLOW, _KILL_PROCESS = 0x7FFF0000, 0x80000000
@@ -133,7 +137,7 @@ def install(*, only_own_signals: bool) -> None:
     """
     machine = os.uname().machine
     if machine not in _ARCH or sys.byteorder != "little":
-        raise OSError(38, f"no system call numbers are known for {machine}")
+        raise OSError(errno.ENOSYS, f"no system call numbers are known for {machine}")
     program = _program(machine, os.getpid() if only_own_signals else None)
     code = ctypes.create_string_buffer(program, len(program))
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code)))
@@ -153,6 +157,8 @@ def _program(machine: str, signal_target: int | None) -> bytes:
         *_when(_CLONE[machine], _refuse_if(0, _ANY_BIT, _NEW_NAMESPACES)),
         *_when(_SOCKETPAIR[machine], _allow_only(0, _AF_UNIX)),
         *_when(_PRCTL[machine], _refuse_if(0, _EQUAL, _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE)),
+        *_when(_SETRLIMIT[machine], _refuse_if(0, _EQUAL, _RLIMIT_CORE)),
+        *_when(_PRLIMIT[machine], _refuse_if(1, _EQUAL, _RLIMIT_CORE)),
         *_when(_IOCTL[machine], _refuse_if(1, _EQUAL, _TIOCSTI, _TIOCLINUX)),
     ]
     if signal_target is not None:

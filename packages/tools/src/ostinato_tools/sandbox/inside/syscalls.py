@@ -1,6 +1,7 @@
 """System calls that Python's standard library does not offer, through ctypes. Every failure is an OSError."""
 
 import ctypes
+import errno
 import os
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -34,7 +35,7 @@ PR_CAP_AMBIENT_CLEAR_ALL = 4
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _CAPSET = {"x86_64": 126, "aarch64": 91}
 _MOUNT_SETATTR = 442
-_AT_EMPTY_PATH = 0x1000
+_AT_FDCWD = -100
 _AT_RECURSIVE = 0x8000
 _MOUNT_ATTR_RDONLY_NOSUID_NODEV = 0x1 | 0x2 | 0x4
 
@@ -103,24 +104,22 @@ def unmount(target: str, flags: int = 0) -> None:
 def bind_read_only(source: str, target: str) -> None:
     """Show `source` and what is mounted below it at `target`, read-only, without devices and set-user-id programs.
 
+    Kernels before 5.12 do that to `source` itself only; what is mounted below it then stays as it is.
+
     Raises:
-        OSError: it failed, or the kernel is older than 5.12.
+        OSError: it failed.
     """
     mount(source, target, None, MS_BIND | MS_REC)
     attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY_NOSUID_NODEV, 0, 0, 0)
-    descriptor = os.open(target, os.O_PATH | os.O_CLOEXEC)
+    where = ctypes.c_char_p(os.fsencode(target))
+    size = ctypes.sizeof(attributes)
     try:
-        syscall(
-            f"mount_setattr {target}",
-            _MOUNT_SETATTR,
-            descriptor,
-            ctypes.c_char_p(b""),
-            _AT_EMPTY_PATH | _AT_RECURSIVE,
-            ctypes.byref(attributes),
-            ctypes.sizeof(attributes),
-        )
-    finally:
-        os.close(descriptor)
+        syscall("mount_setattr", _MOUNT_SETATTR, _AT_FDCWD, where, _AT_RECURSIVE, ctypes.byref(attributes), size)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+        kept = MS_NOEXEC if os.statvfs(target).f_flag & os.ST_NOEXEC else 0
+        mount("none", target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV | kept)
 
 
 def pivot_root(new_root: str) -> None:
@@ -145,7 +144,7 @@ def drop_bounding_set() -> None:
         try:
             prctl(PR_CAPBSET_DROP, capability)
         except OSError as error:
-            if error.errno != 22:  # EINVAL: this kernel has no capability of this number
+            if error.errno != errno.EINVAL:  # this kernel has no capability of this number
                 raise
             break
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
@@ -165,5 +164,5 @@ def drop_capabilities() -> None:
 def _of_machine(numbers: dict[str, int], what: str) -> int:
     machine = os.uname().machine
     if machine not in numbers:
-        raise OSError(38, f"{what}: no number is known for {machine}")
+        raise OSError(errno.ENOSYS, f"{what}: no number is known for {machine}")
     return numbers[machine]

@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import time
 from typing import Any
 
@@ -52,6 +53,7 @@ class Warden:
         os.mkdir(self._base, 0o700)
         self._group = ControlGroup()
         self._out_of_memory = False
+        sys.executable = os.path.realpath(sys.executable)  # inside, only this one is there, and no link to it
         self._outer_ids = os.getuid(), os.getgid()
         self._uid, self._why_root = choose_uid(settings["without"])
         self._make_group()
@@ -62,7 +64,14 @@ class Warden:
         try:
             failure = self._start()
             if failure is None:
-                self._tell({"ready": True, "report": self._facts.as_report(), "base": self._base})
+                self._tell(
+                    {
+                        "ready": True,
+                        "report": self._facts.as_report(),
+                        "base": self._base,
+                        "groups": [*set(self._group.folders.values())],
+                    }
+                )
                 self._watch()
             else:
                 self._tell({"failed": failure})
