@@ -9,16 +9,15 @@ M1: `<tool_calls>\n{"name": NAME, "arguments": {...}}\n</tool_calls>`, one objec
 """
 
 from ostinato_tools.parsers.grammar import unclosed
-from ostinato_tools.parsers.json_calls import JsonCallReader
-from ostinato_tools.parsers.scanning import JSON, Tags
+from ostinato_tools.parsers.json_calls import JsonCallReader, ReadCall
+from ostinato_tools.parsers.scanning import Tags
 from ostinato_tools.parsers.tagged import TaggedFormat
 from ostinato_tools.parsers.turn import Steps, Turn
 
 _ROWS, _ROWS_END = "<tool_calls>", "</tool_calls>"
-_NEXT_ROW = Tags("\n{", _ROWS, _ROWS_END)
-_END = Tags(_ROWS_END)
-_BRACE = Tags("{")
+_BORDERS = Tags(_ROWS, _ROWS_END)
 _READER = JsonCallReader("arguments")
+_EXCERPT = 60
 
 
 class MiniMaxParser(TaggedFormat):
@@ -36,34 +35,49 @@ class MiniMaxParser(TaggedFormat):
 
     def read_call(self, turn: Turn, opener: str) -> Steps[None]:
         """Read the section that begins at the position."""
-        if opener == self.begin:
-            yield from super().read_call(turn, opener)
-            return
-        while True:
-            turn.position = yield from turn.skip_space(turn.position)
-            if (yield from turn.tag_at(_END, turn.position)):
-                turn.position += len(_ROWS_END)
-                return
-            if not (yield from _read_row(turn)):
-                return
+        return super().read_call(turn, opener) if opener == self.begin else _read_rows(turn)
 
 
-def _read_row(turn: Turn) -> Steps[bool]:
-    """Read a call of M1 and go behind it; False if there is none and the section is over."""
+def _read_rows(turn: Turn) -> Steps[None]:
+    """Read a section of M1. It ends at the first closing tag outside of a string; if a row is broken and a section may have
+    begun since, at the very first."""
     start = turn.position
-    if (yield from turn.tag_at(_BRACE, start)):
-        end, is_complete = yield from turn.bracketed(start, JSON)
-        if is_complete:
-            call = _READER.read(turn.text[start:end])
-            if call.error is None:
-                turn.add_call(*call)
-                turn.position = end
-                return True
-    tag, end = yield from turn.find(_NEXT_ROW, start)
-    if tag not in ("\n{", _ROWS_END):
-        turn.add_error(unclosed(turn.text[start:end][:60], _ROWS_END))
-        turn.position = end
-        return False
-    turn.add_call(*_READER.read(turn.text[start:end]))
-    turn.position = end
-    return True
+    stop = yield from turn.json_run(start)
+    tag = yield from turn.tag_at(_BORDERS, stop)
+    close = turn.text.find(_ROWS_END, start, stop)
+    if tag == _ROWS_END:
+        calls = _read_lines(turn.text[start:stop])
+        if close >= 0 and turn.text.find(_ROWS, close, stop) >= 0 and any(call.error is not None for call in calls):
+            stop, calls = close, _read_lines(turn.text[start:close])
+    else:
+        if close >= 0:
+            tag, stop = _ROWS_END, close
+        elif not tag:
+            tag, stop = yield from turn.find(_BORDERS, stop)
+        calls = _read_lines(turn.text[start:stop])
+    if tag != _ROWS_END:
+        turn.add_error(unclosed(turn.text[start:stop][:_EXCERPT], _ROWS_END))
+        turn.position = stop
+        return
+    for call in calls:
+        turn.add_call(*call)
+    if not calls:
+        turn.add_error(f"{_ROWS} must hold a call, got none; write a call or no section")
+    turn.position = stop + len(tag)
+
+
+def _read_lines(rows: str) -> list[ReadCall]:
+    """Read calls, one a line. Lines side by side that are none are one malformed call."""
+    calls: list[ReadCall] = []
+    broken: list[str] = []
+    for line in (*rows.split("\n"), ""):
+        call = _READER.read(line) if line.strip() else None
+        if call is not None and not call.name:
+            broken.append(line)
+            continue
+        if broken and (call is not None or not line):
+            calls.append(_READER.read("\n".join(broken)))
+            broken = []
+        if call is not None:
+            calls.append(call)
+    return calls
