@@ -136,16 +136,15 @@ class TagFormat(Format):
             opener = yield from turn.tag_at(self._reasoning_openers, turn.position)
             turn.position = turn.position + len(opener) if opener else 0
             yield from self._read_reasoning(turn, self._closing[opener] if opener else self.reasoning_tags[0][1])
-        yield from self.read_start(turn)
+        yield from self._read_start(turn)
         while tag := (yield from turn.content_until(self._tags)):
             if tag in self._closing:
                 yield from self._read_reasoning(turn, self._closing[tag])
-                yield from self.read_start(turn)
+                yield from self._read_start(turn)
             elif tag in self.openers:
                 yield from self._read_call(turn, tag)
             elif tag in self._end_reasoning and turn.undecided:
-                self._reason_so_far(turn, tag, turn.position - len(tag))
-                yield from self.read_start(turn)
+                yield from self._end_late_reasoning(turn, tag, turn.position - len(tag))
             else:
                 turn.add_error(f"{tag} closes nothing; write the opening tag first")
                 turn.keep()
@@ -156,22 +155,31 @@ class TagFormat(Format):
         turn.begin_content("\n")
 
     def _read_call(self, turn: Turn, opener: str) -> Steps[None]:
-        start, num_before = turn.position, len(turn.deltas)
-        yield from self.read_call(turn, opener)
-        if turn.undecided and any(map(_is_fault, turn.deltas[num_before:])):
-            # A broken draft may be one in reasoning that the prompt opened: then the reasoning's end lies inside of it.
-            ends = [(turn.text.find(tag, start, turn.position), tag) for tag in self._end_reasoning]
-            if found := [end for end in ends if end[0] >= 0]:
-                at, tag = min(found)
-                self._reason_so_far(turn, tag, at)
-                yield from self.read_start(turn)
-                return
-        turn.begin_content()
+        if not (yield from self._turned_out_reasoning(turn, self.read_call(turn, opener))):
+            turn.begin_content()
 
-    def _reason_so_far(self, turn: Turn, tag: str, end: int) -> None:
-        turn.reason_so_far(end)
-        turn.position = end + len(tag)
+    def _read_start(self, turn: Turn) -> Steps[None]:
+        yield from self._turned_out_reasoning(turn, self.read_start(turn))
+
+    def _turned_out_reasoning(self, turn: Turn, steps: Steps[None]) -> Steps[bool]:
+        """Take steps that read calls. A broken call may be a draft in reasoning that the prompt opened: then the reasoning's
+        end lies inside of it; go there and return True."""
+        start, num_before = turn.position, len(turn.deltas)
+        yield from steps
+        if not turn.undecided or not any(map(_is_fault, turn.deltas[num_before:])):
+            return False
+        ends = [(turn.text.find(tag, start, turn.position), tag) for tag in self._end_reasoning]
+        if not (found := [end for end in ends if end[0] >= 0]):
+            return False
+        at, tag = min(found)
+        yield from self._end_late_reasoning(turn, tag, at)
+        return True
+
+    def _end_late_reasoning(self, turn: Turn, tag: str, at: int) -> Steps[None]:
+        turn.reason_so_far(at)
+        turn.position = at + len(tag)
         turn.begin_content("\n")
+        yield from self.read_start(turn)
 
 
 def _is_fault(delta: object) -> bool:
