@@ -5,6 +5,7 @@ import contextlib
 import gc
 import logging
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -708,3 +709,26 @@ async def test_another_backend_is_plugged_in_by_its_path(monkeypatch: pytest.Mon
         assert text_of(await call(tools, "spam")) == "spam"
     with pytest.raises(ToolConfigError, match="the backend does not know it"):
         ToolRegistry().add_class(PythonTool, config={**config, "require": ["moon"]})
+
+
+DOCUMENT = Path(__file__).parents[2] / "packages" / "tools" / "SANDBOX.md"
+
+
+@pytest.mark.skipif(not DOCUMENT.is_file(), reason="the document is not beside the tests")
+async def test_documented_backend_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of a container backend, with this interpreter in the container's place, keeps state, tells time and loss."""
+    first, example = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    exec(first, {})
+    module = type(sys)("ostinato_test_containers")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(example, module.__dict__)
+    backend = module.ContainerBackend  # type: ignore[attr-defined]
+    backend.start_command = (sys.executable, *backend.start_command[backend.start_command.index("python") + 1 :])
+    backend.end_command = (sys.executable, "-c", "", "{name}")
+    async with opened(backend="ostinato_test_containers.ContainerBackend", wall_s=1, require=["network"]) as tools:
+        await call(tools, "x = 20")
+        assert text_of(await call(tools, "print(x + 1)")) == "21"
+        assert "ZeroDivisionError" in text_of(await call(tools, "1 / 0"))
+        assert (await call(tools, "while True: pass")).kind is OutcomeKind.TIMEOUT
+        assert "NameError" in text_of(await call(tools, "x"))
+        assert (await call(tools, "import os; os._exit(0)")).kind is OutcomeKind.TOOL_ERROR
