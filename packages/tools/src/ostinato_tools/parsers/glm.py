@@ -4,7 +4,7 @@ r"""The format of GLM 4.5 and later (and of other models that took it over).
 reasoning in `<think>...</think>`. A value is exactly what stands between its tags. Values carry no types: text is written
 as it is and everything else as JSON, so the tool's schema says which it is. See `tagged` for tags inside of values.
 
-It cannot express: names with a newline, `<`, or white space at either end; keys with a newline.
+It cannot express: names with a line end, `<`, or white space at either end; keys with a line end.
 """
 
 from ostinato_tools.parsers.scanning import Tags

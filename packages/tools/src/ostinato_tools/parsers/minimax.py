@@ -2,8 +2,8 @@ r"""The formats of MiniMax: the calls of a turn stand together, in M2's tags or 
 
 M2: `<minimax:tool_call>\n<invoke name="NAME">\n<parameter name="KEY">VALUE</parameter>\n</invoke>\n</minimax:tool_call>`. A
 value is exactly what stands between its tags. Values carry no types: text is written as it is and everything else as JSON,
-so the tool's schema says which it is. See `tagged` for tags inside of values. It cannot express names with a line end or
-`">`.
+so the tool's schema says which it is. See `tagged` for tags inside of values. It cannot express names with a line end,
+`<` or `">`.
 
 M1: `<tool_calls>\n{"name": NAME, "arguments": {...}}\n</tool_calls>`, one object for each call, each on a line of its own.
 """

@@ -5,7 +5,7 @@ r"""The format of Qwen3-Coder and others: XML-like tags around plain text.
 the value, nothing is stripped or unescaped. Values carry no types: the tool's schema gives them. What is no text is JSON
 (or, for true, false and null, Python's spelling, which the templates use). See `tagged` for tags inside of values.
 
-It cannot express: names with a newline or `>`.
+It cannot express: names with a line end, `<` or `>`.
 """
 
 from ostinato_tools.parsers.tagged import TaggedFormat

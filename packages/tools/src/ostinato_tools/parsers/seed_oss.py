@@ -4,7 +4,7 @@ r"""The format of Seed-OSS: the tags of `qwen3_coder` within `<seed:tool_call>`,
 what stands between its tags. Values carry no types: the tool's schema gives them. What is no text is JSON or, as the
 template writes it, a Python literal, which is read and never evaluated. See `tagged` for tags inside of values.
 
-It cannot express: names with a newline or `>`.
+It cannot express: names with a line end, `<` or `>`.
 """
 
 from typing import Any

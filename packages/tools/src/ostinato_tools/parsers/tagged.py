@@ -53,9 +53,8 @@ class TaggedFormat(TagFormat):
         self.call_end = Tags(call_end) if call_end else None
         self._call = Tags(call) if call else None
         self._parameter = Tags(parameter)
-        # A name ends at once: the search for its end stops at the next name or line, so that all searches are one pass.
-        self._name_end = Tags("\n", *filter(None, (name_end, call, parameter)))
-        self._key_end = Tags("\n", *filter(None, (key_end, call, parameter)))
+        self._name_end = _word_end(call, name_end)
+        self._key_end = _word_end(parameter, key_end)
 
     def read_call(self, turn: Turn, opener: str) -> Steps[None]:
         """Read the section that begins at the position."""
@@ -76,6 +75,11 @@ class TaggedFormat(TagFormat):
     def value(self, types: ParameterTypes, key: str, text: str) -> Any:
         """Return the value that a text means."""
         return types.read(key, text)
+
+
+def _word_end(before: str, behind: str) -> Tags:
+    """Return where a word is over, at the latest at a line end or the next such word, so that all searches are one pass."""
+    return Tags(before, behind, "\n") if behind.startswith("<") else Tags("<", *filter(None, (behind,)), "\n")
 
 
 def _read_word(
