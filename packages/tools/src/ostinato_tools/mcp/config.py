@@ -251,10 +251,8 @@ def _read_server(name: Any, server: Any, place: str) -> ServerSpec:
             raise ToolConfigError(f"{place} must have one authorization, got auth_token and a header; remove one")
         headers["Authorization"] = f"Bearer {_text(server['auth_token'], 'auth_token', place)}"
     for key, value in headers.items():
-        if not (key.isascii() and value.isprintable() and key.isprintable() and key.strip() == key != ""):
-            raise ToolConfigError(
-                f"headers of {place} must be printable, got something else in {key!r:.80}; correct it"
-            )
+        if not (key and f"{key}{value}".isascii() and f"{key}{value}".isprintable() and key.strip() == key):
+            raise ToolConfigError(f"headers of {place} must be printable ASCII, got another in {key!r:.80}; correct it")
     return HttpServer(name=name, url=url, headers=headers)
 
 

@@ -91,7 +91,7 @@ class Connection:
         self._scope.cancel()
         await asyncio.wait((owner,), timeout=CLOSE_GRACE_S)
         reason = self._reason() if in_time else "; ".join(filter(None, late))
-        raise ConnectionLost(self._redact(reason), may_have_run=False, permanent=in_time and self._is_permanent())
+        raise ConnectionLost(reason, may_have_run=False, permanent=in_time and self._is_permanent())
 
     async def call(self, name: str, arguments: dict[str, Any]) -> types.CallToolResult:
         """Call a tool.

@@ -33,6 +33,8 @@ MAX_STRAY_LINES = 1000
 """Lines on stdout that are no messages, after which the server is given up."""
 STDERR_BYTES = 2048
 """How much of the end of stderr is kept."""
+_SHOWN = 160
+"""Characters of foreign text in a message; cut after secrets were masked, so that no half of one is left."""
 _POLL_S = 0.01
 _REQUEST_ID = re.compile(rb'"id"\s*:\s*(?:(\d{1,18})|"((?:[^"\\]){1,200})")')
 
@@ -66,7 +68,7 @@ class StdioReport:
         """Count a line on stdout that is no message."""
         self.num_stray_lines += 1
         if self.num_stray_lines == 1:
-            self.first_stray_line = self._redact(line[:200].decode(errors="replace"))
+            self.first_stray_line = self._redact(line[:STDERR_BYTES].decode(errors="replace"))[:_SHOWN]
 
     def describe(self) -> str:
         """Return the end, what was not understood, and the last words on stderr, in one line."""
@@ -78,7 +80,7 @@ class StdioReport:
         # masked before it is cut, so that no half of a secret is left standing
         stderr = self._redact(b"".join(self._stderr).decode(errors="replace")).strip()
         if stderr:
-            parts.append(f"stderr ends with {stderr.splitlines()[-1]!r:.200}")
+            parts.append(f"stderr ends with {stderr.splitlines()[-1][-_SHOWN:]!r}")
         return "; ".join(parts)
 
 
