@@ -6,7 +6,8 @@ or is the author's own. A synchronous function runs off the event loop, an async
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from types import FunctionType
 from typing import Any, overload
 
 from ostinato_tools.errors import ToolDefinitionError
@@ -67,6 +68,7 @@ class FunctionTool:
         self._asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 - an object whose __call__ is a coroutine function
         )
+        self._is_plain = isinstance(function, FunctionType) and bool(function.__code__.co_flags & inspect.CO_COROUTINE)
         self._reference: FunctionReference | None = None
         if process:
             if self._asynchronous:
@@ -107,12 +109,20 @@ class FunctionTool:
         problems += [f"{name!r} is a required property" for name in sorted(self._required - arguments.keys())]
         return problems
 
-    async def invoke(self, arguments: dict) -> Any:
-        """Call the function by name and return what it returns, not normalised.
+    def invoke(self, arguments: dict) -> Coroutine[Any, Any, Any]:
+        """Begin to call the function by name.
 
         Args:
             arguments: By parameter; the caller's no longer.
+
+        Returns:
+            To be awaited; gives what the function returns, not normalised.
         """
+        if self._is_plain and not self._converters:
+            return self.function(**arguments)
+        return self._invoke(arguments)
+
+    async def _invoke(self, arguments: dict) -> Any:
         for name, convert in self._converters.items():
             if name in arguments:
                 arguments[name] = convert(arguments[name])

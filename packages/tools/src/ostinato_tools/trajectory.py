@@ -242,7 +242,11 @@ class TrajectoryTools:
         function = bound.definition.function
         assert function is not None
         self._require_open_for(bound)
-        result = await self._bounded(bound, function.invoke(_owned(bound, arguments)))
+        own_arguments = _owned(bound, arguments)
+        try:
+            result = await run_bounded(function.invoke(own_arguments), bound.deadlines(), bound.name, self._running)
+        except Exception as error:  # the tool's code: its failure belongs to this call alone
+            raise self._failed(bound, error) from None
         return self._normalized(bound, result)
 
     async def _attempt_method(
@@ -255,7 +259,13 @@ class TrajectoryTools:
         tool = slot.tool or await self._create(bound, slot)
         kwargs = self._kwargs(bound.name, "execute_kwargs")
         coroutine = _call(tool.execute, slot.instance_id, _owned(bound, arguments), kwargs=kwargs)
-        return self._normalized(bound, await self._bounded(bound, coroutine, slot))
+        try:
+            result = await run_bounded(coroutine, bound.deadlines(), bound.name, self._running)
+        except Exception as error:  # as above
+            if isinstance(error, DeadlineExceeded):
+                slot.stubborn = error.task
+            raise self._failed(bound, error) from None
+        return self._normalized(bound, result)
 
     async def _create(self, bound: "BoundTool", slot: _Slot) -> BaseTool:
         name = bound.name
@@ -283,20 +293,16 @@ class TrajectoryTools:
         self._begun.append((bound, tool, instance_id))
         await tool.create(instance_id, **self._kwargs(bound.name, "create_kwargs"))
 
-    async def _bounded(self, bound: "BoundTool", coroutine: Any, slot: _Slot | None = None) -> Any:
-        try:
-            return await run_bounded(coroutine, bound.deadlines(), bound.name, self._running)
-        except DeadlineExceeded as exceeded:
-            if slot is not None:
-                slot.stubborn = exceeded.task
-            failed = CallFailed(OutcomeKind.TIMEOUT, f"Error: {bound.name} did not finish within {bound.timeout_s} s.")
-        except Exception as error:  # the tool's code: its failure belongs to this call alone
-            spoken = spoken_failure(error)
-            if spoken is None:
-                self._log("execute", bound.name, error)
-            failed = spoken or unspoken_failure(bound.name, error)
-        self._require_open_for(bound)
-        raise failed
+    def _failed(self, bound: "BoundTool", error: Exception) -> CallFailed:
+        """How a call ends whose coroutine ended with `error`."""
+        if not self._open:
+            return _closed(bound)
+        if isinstance(error, DeadlineExceeded):
+            return CallFailed(OutcomeKind.TIMEOUT, f"Error: {bound.name} did not finish within {bound.timeout_s} s.")
+        spoken = spoken_failure(error)
+        if spoken is None:
+            self._log("execute", bound.name, error)
+        return spoken or unspoken_failure(bound.name, error)
 
     def _normalized(self, bound: "BoundTool", result: Any) -> tuple[ToolResponse, float, dict]:
         try:
@@ -336,8 +342,7 @@ class TrajectoryTools:
 
     def _require_open_for(self, bound: "BoundTool") -> None:
         if not self._open:
-            text = f"Error: {bound.name} was not run to its end, because the tools were closed."
-            raise CallFailed(OutcomeKind.INFRASTRUCTURE, text)
+            raise _closed(bound)
 
     def _log(self, what: str, name: str, error: BaseException) -> None:
         _logger.warning("%s of tool %s failed in trajectory %s", what, name, self.trajectory_id, exc_info=error)
@@ -346,6 +351,11 @@ class TrajectoryTools:
 async def _call(method: Callable[..., Any], *args: Any, kwargs: dict) -> Any:
     # A method that is no coroutine function fails inside the deadline, as any other.
     return await method(*args, **kwargs)
+
+
+def _closed(bound: "BoundTool") -> CallFailed:
+    text = f"Error: {bound.name} was not run to its end, because the tools were closed."
+    return CallFailed(OutcomeKind.INFRASTRUCTURE, text)
 
 
 def _owned(bound: "BoundTool", arguments: dict) -> dict:
