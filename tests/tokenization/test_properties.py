@@ -55,11 +55,11 @@ class Conversation(RuleBasedStateMachine):
         strings: as text those would be other ids than as tokens."""
         text = "x" + text.rstrip().replace("<", "(")
         opening = (
-            "\n" if self.tokens._profile.generation_prompt == "<|assistant|>" else ""
+            "\n" if self.tokens._profile.frame.generation_prompt == "<|assistant|>" else ""
         )  # written before every answer
         ids = self.said_after_prompt("" if how == "nothing" else opening + text)
-        if self.tokens._profile.close_lead_ids and how in ("stop", "eos", "split"):
-            ids = [*ids, *self.tokens._profile.close_lead_ids]
+        if self.tokens._profile.frame.close_lead_ids and how in ("stop", "eos", "split"):
+            ids = [*ids, *self.tokens._profile.frame.close_lead_ids]
         if how == "split":
             ids = [i for token in ids for i in self.pieces(token)]
         if how == "bytes":

@@ -18,7 +18,7 @@ import tokenizers
 
 from ostinato_tokenization.control_text import ControlText, MaskTable
 from ostinato_tokenization.errors import MessageError, VocabularyError
-from ostinato_tokenization.messages import Message, normalize_messages, normalize_tools
+from ostinato_tokenization.messages import Message, check_unicode, normalize_messages, normalize_tools
 from ostinato_tokenization.plain_text import ControlToken, EncodePlain, PlainEncoder, control_tokens, marks_start
 from ostinato_tokenization.rendering import (
     arguments_as_text,
@@ -247,7 +247,7 @@ class ChatTokenizer:
             variables.update(template_kwargs)
         text = render_template(template, variables)
         if not text.isascii():
-            _check_unicode(text)
+            check_unicode(text)
         return text
 
     def mask_tools(self, tools: Sequence[Mapping[str, Any]] | None, table: MaskTable) -> list[Any] | None:
@@ -301,27 +301,15 @@ class ChatTokenizer:
         """
         if not table and not (continues and self._marks_start) and not self._plain.is_fast:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
-        ids: list[int] = []
-        plain, with_prefix, start = self._plain, not continues, 0
-        strip_next = False
-        for match in self._given.pattern.finditer(text):
-            token = self._by_content[match.group()]
-            if token.single_word and _touches_word(text, match.start(), match.end()):
-                continue
-            piece = text[start : match.start()]
-            piece = piece.lstrip() if strip_next else piece
-            piece = piece.rstrip() if token.lstrip else piece
-            ids += plain.encode(table.restore(piece), with_prefix=with_prefix)
-            ids.append(token.id)
-            start, strip_next = match.end(), token.rstrip
-            with_prefix = self.prefix_follows(token)
-        piece = text[start:].lstrip() if strip_next else text[start:]
-        return ids + plain.encode(table.restore(piece), with_prefix=with_prefix)
+        found = (
+            (match.start(), match.end(), self._by_content[match.group()])
+            for match in self._given.pattern.finditer(text)
+        )
+        return self._plain.encode_around(text, found, table.restore, with_prefix=not continues)
 
     def prefix_follows(self, token: ControlToken) -> bool:
         """Whether text behind this control token gets a word-start mark."""
-        plain = self._plain
-        return not plain.prefix_only_first and not (plain.prefix_by_normalizer and token.normalized)
+        return self._plain.prefix_follows(token)
 
     @property
     def encode_plain(self) -> EncodePlain:
@@ -335,7 +323,7 @@ class ChatTokenizer:
             MessageError: It holds unpaired surrogates.
         """
         if not text.isascii():
-            _check_unicode(text)
+            check_unicode(text)
         if self._plain.is_fast or self._given.occurs_in(text):
             return self._plain.encode(text)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -405,18 +393,3 @@ def _rebuild(
 ) -> ChatTokenizer:
     made = ChatTokenizer(tokenizers.Tokenizer.from_str(document), templates, named_tokens=named)
     return made.trusting(trusted)
-
-
-def _touches_word(text: str, start: int, end: int) -> bool:
-    before, after = text[start - 1 : start], text[end : end + 1]
-    return any(char.isalnum() or char == "_" for char in (before + after))
-
-
-def _check_unicode(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise MessageError(
-            f"text must be valid Unicode, got an unpaired surrogate {text[error.start]!r};"
-            " decode its bytes with errors='replace'"
-        ) from error

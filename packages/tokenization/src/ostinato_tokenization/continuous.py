@@ -200,7 +200,7 @@ class ContinuousTokens:
         A turn may have been cut off within its close; what the policy said of that is not written twice. None where it
         said all of it.
         """
-        lead = [] if called else list(self._profile.close_lead_ids)
+        lead = [] if called else list(self._profile.frame.close_lead_ids)
         close = [*lead, *ids]
         num_close = len(lead) + (ids[0] in self._end_ids and not self._profile.opens_turn(ids[0]))
         reach = num_close + (_MAX_SEPARATOR if num_close else _MAX_CLOSE_IN_WORDS)
@@ -213,11 +213,11 @@ class ContinuousTokens:
         return [*repair, *close[said:num_close]], close[num_close:]
 
     def _reasoning_repair(self, ledger: TokenLedger) -> list[int]:
-        turn = ledger.last_span(Origin.SAMPLED) + len(self._profile.generation_prompt_ids)
+        turn = ledger.last_span(Origin.SAMPLED) + len(self._profile.frame.generation_prompt_ids)
         text = self.tokenizer.decode(ledger.tail_ids(min(turn, len(ledger))))
         for opener, closer in _REASONING_TAGS:
             if text.rfind(opener) > text.rfind(closer):
-                close = self._profile.reasoning_close
+                close = self._profile.frame.reasoning_close
                 close = close if closer in close else f"\n{closer}\n\n"
                 return self.tokenizer.encode_masked(close, MaskTable())
         return []
@@ -241,6 +241,6 @@ class ContinuousTokens:
         ledger.replace_with(scratch)
 
     def _append_context(self, ledger: TokenLedger, ids: array[int]) -> None:
-        prompt = self._profile.generation_prompt_ids
+        prompt = self._profile.frame.generation_prompt_ids
         prompted = len(prompt) > 0 and ids[-len(prompt) :] == prompt
         ledger.append(ids, Origin.CONTEXT, template_tail=len(prompt) if prompted else 0)

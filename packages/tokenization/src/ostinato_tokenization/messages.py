@@ -141,3 +141,18 @@ def _arguments_of(arguments: Any) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeEncodeError):
         return RawArguments(arguments)
     return value if isinstance(value, dict) else RawArguments(arguments)
+
+
+def check_unicode(text: str) -> None:
+    """Check that a text can be encoded.
+
+    Raises:
+        MessageError: It holds unpaired surrogates.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise MessageError(
+            f"text must be valid Unicode, got an unpaired surrogate {text[error.start]!r};"
+            " decode its bytes with errors='replace'"
+        ) from error

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -172,6 +172,40 @@ class PlainEncoder:
                 return head + self.encode(text[at + 1 :], with_prefix=False)
         return [token_id for part in text for token_id in self._one_character(part)]
 
+    def encode_around(
+        self,
+        text: str,
+        found: Iterable[tuple[int, int, ControlToken]],
+        restore: Callable[[str], str],
+        *,
+        with_prefix: bool,
+    ) -> list[int]:
+        """Ids of a text in which some strings are control tokens.
+
+        Args:
+            found: Start, end and token of each string that may be one, in order.
+            restore: Puts back what is hidden in the text between them.
+            with_prefix: As for `encode`, for the first text.
+        """
+        ids = array("i")
+        start, strip_next = 0, False
+        for at, end, token in found:
+            if token.single_word and _touches_word(text, at, end):
+                continue
+            piece = text[start:at]
+            piece = piece.lstrip() if strip_next else piece
+            piece = piece.rstrip() if token.lstrip else piece
+            ids += self.encode_array(restore(piece), with_prefix=with_prefix)
+            ids.append(token.id)
+            start, strip_next, with_prefix = end, token.rstrip, self.prefix_follows(token)
+        piece = text[start:].lstrip() if strip_next else text[start:]
+        ids += self.encode_array(restore(piece), with_prefix=with_prefix)
+        return ids.tolist()
+
+    def prefix_follows(self, token: ControlToken) -> bool:
+        """Whether text behind this control token gets a word-start mark."""
+        return not self.prefix_only_first and not (self.prefix_by_normalizer and token.normalized)
+
     def _one_character(self, character: str) -> list[int]:
         ids = self._ids(self._inner, character)
         if self._forbidden.isdisjoint(ids):
@@ -179,6 +213,11 @@ class PlainEncoder:
         raise TokenizerLoadError(
             f"vocabulary must have ordinary tokens for {character!r}, got a control token; it cannot be encoded as text"
         )
+
+
+def _touches_word(text: str, start: int, end: int) -> bool:
+    before, after = text[start - 1 : start], text[end : end + 1]
+    return any(char.isalnum() or char == "_" for char in (before + after))
 
 
 def _load(document: dict[str, Any]) -> tokenizers.Tokenizer:

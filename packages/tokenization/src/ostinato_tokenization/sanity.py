@@ -150,7 +150,7 @@ class _Comparison:
         self._recorded = ledger.token_ids
         self._runs = [match.span() for match in _RUNS.finditer(ledger.origins)]
         self._origins = ledger.origins
-        self._prefill = tokenizer.encode_masked(self._profile.prefill, MaskTable(), continues=True)
+        self._prefill = tokenizer.encode_masked(self._profile.frame.prefill, MaskTable(), continues=True)
         self._turn = 0
         self._pos = 0
         self._rendered: list[int] = []
@@ -276,7 +276,7 @@ class _Comparison:
         closes = [self._next_stop(self._pos)]
         while len(closes) < len(starts) and closes[-1] < len(self._rendered):
             closes.append(self._next_stop(closes[-1] + 1))
-        header = list(self._profile.generation_prompt_ids)
+        header = list(self._profile.frame.generation_prompt_ids)
         for number, start in enumerate(starts):
             later = len(starts) - 1 - number
             if later >= len(closes) or (number and later >= _MAX_PARTS):

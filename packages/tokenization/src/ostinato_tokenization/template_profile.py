@@ -20,6 +20,7 @@ from ostinato_tokenization.control_text import NEXT_SENTINEL, SENTINEL, MaskTabl
 from ostinato_tokenization.errors import ChatTemplateError, HistoryRewrittenError
 from ostinato_tokenization.messages import Message
 from ostinato_tokenization.template_probe import CALL_ID, PROBE_TOOL, USER, calling_message, tool_message
+from ostinato_tokenization.turn_frame import PLAIN_TURN, TurnFrame
 
 if TYPE_CHECKING:
     from ostinato_tokenization.chat_tokenizer import ChatTokenizer
@@ -30,7 +31,6 @@ _MAX_TAILS = 256
 _SECOND_ID = "call00002"
 _SYSTEM = {"role": "system", "content": "s"}
 _USUAL_ROLES = frozenset(("user", "tool"))
-_PLAIN_TURN = {"role": "assistant", "content": SENTINEL}
 _HISTORIES: tuple[tuple[Mapping[str, Any], ...], ...] = (
     (_SYSTEM, USER, calling_message("", "a"), tool_message("r"), {"role": "assistant", "content": "x"}, USER),
     (USER, calling_message("", "a"), tool_message("r"), {"role": "assistant", "content": "x"}, USER),
@@ -61,6 +61,8 @@ class TemplateProfile:
     def __init__(self, tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any] | None) -> None:
         self._tokenizer = tokenizer
         self._kwargs = dict(template_kwargs or {})
+        self.frame = TurnFrame(tokenizer, self._kwargs)
+        """What the template writes around the assistant's turns."""
         self._splices: dict[tuple[bool, frozenset[str]], Splice] = {}
         self._tails: dict[Shape, CompiledTail | None] = {}
         self._opener_ids = frozenset(
@@ -139,7 +141,7 @@ class TemplateProfile:
     def _synthetic_text(self, new: list[Message], started_at: float) -> str:
         table = MaskTable()
         masked = self._tokenizer.mask_messages(new, table)
-        text = self._after_turn([USER], _PLAIN_TURN, masked, None, started_at)
+        text = self._after_turn([USER], PLAIN_TURN, masked, None, started_at)
         if not text:
             raise HistoryRewrittenError("new messages must be rendered by the template, got nothing; render them")
         return table.restore(text)
@@ -156,7 +158,7 @@ class TemplateProfile:
         cheapest = self.splice_for(new[0]["role"] == "tool", frozenset(message["role"] for message in new))
         for splice in range(cheapest, Splice.PREFIX):
             if splice <= Splice.SYNTHETIC_WITH_TOOLS:
-                history, turn = [USER], _PLAIN_TURN
+                history, turn = [USER], PLAIN_TURN
             else:
                 masked = self._tokenizer.mask_messages(previous if splice == Splice.HISTORY else previous[-1:], table)
                 history, turn = (masked[:-1], masked[-1]) if splice == Splice.HISTORY else ([USER], masked[-1])
@@ -245,7 +247,7 @@ class TemplateProfile:
                 if NEXT_SENTINEL not in reference:
                     return Splice.PREFIX
                 for splice in sorted(usable - {Splice.HISTORY, Splice.PREFIX}):
-                    probe_turn = turn if splice == Splice.REAL_TURN else _PLAIN_TURN
+                    probe_turn = turn if splice == Splice.REAL_TURN else PLAIN_TURN
                     schemas = None if splice == Splice.SYNTHETIC else tools
                     if self._try_after_turn([USER], probe_turn, new, schemas) != reference:
                         usable.discard(splice)
@@ -299,84 +301,11 @@ class TemplateProfile:
             return refusal
         return True
 
-    @cached_property
-    def generation_prompt(self) -> str:
-        """What the template writes to let the assistant speak; empty where that cannot be told apart."""
-        try:
-            with_prompt, without = (
-                self._tokenizer.render_as_is(
-                    [USER], None, add_generation_prompt=add, template_kwargs=self._kwargs, started_at=0.0
-                )
-                for add in (True, False)
-            )
-        except ChatTemplateError:
-            return ""
-        return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
-
-    @cached_property
-    def generation_prompt_ids(self) -> array[int]:
-        """Its ids; none where it does not begin with a control token."""
-        text = self.generation_prompt
-        known = self._tokenizer.starts_with_control(text)
-        return array("i", self._tokenizer.encode_masked(text, MaskTable()) if known else ())
-
-    @cached_property
-    def prefill(self) -> str:
-        """The end of the generation prompt that the template does not write before an earlier turn, such as `<think>`."""
-        prompt = self.generation_prompt
-        try:
-            text = self._tokenizer.render_as_is(
-                [USER, _PLAIN_TURN, USER],
-                None,
-                add_generation_prompt=False,
-                template_kwargs=self._kwargs,
-                started_at=0.0,
-            )
-        except ChatTemplateError:
-            return ""
-        before, found, _ = text.partition(SENTINEL)
-        for cut in range(len(prompt), 0, -1) if found else ():
-            if before.endswith(prompt[:cut]):
-                return prompt[cut:]
-        return ""
-
-    @cached_property
-    def close_lead_ids(self) -> tuple[int, ...]:
-        """Ids that the template writes between an assistant's last words and the control string that ends the turn."""
-        try:
-            text = self._tokenizer.render_as_is(
-                [USER, _PLAIN_TURN, {"role": "user", "content": NEXT_SENTINEL}],
-                None,
-                add_generation_prompt=False,
-                template_kwargs=self._kwargs,
-                started_at=0.0,
-            )
-        except ChatTemplateError:
-            return ()
-        zone = text.rpartition(SENTINEL)[2].partition(NEXT_SENTINEL)[0]
-        for at, control in self._tokenizer.find_control(zone):
-            if control in self._tokenizer.boundaries.ends:
-                return tuple(self._tokenizer.encode_masked(zone[:at], MaskTable(), continues=True))
-        return ()
-
-    @cached_property
-    def reasoning_close(self) -> str:
-        """What the template writes between an assistant's reasoning and its answer."""
-        turn = {"role": "assistant", "content": SENTINEL, "reasoning_content": NEXT_SENTINEL}
-        try:
-            text = self._tokenizer.render_as_is(
-                [USER, turn], None, add_generation_prompt=False, template_kwargs=self._kwargs, started_at=0.0
-            )
-        except ChatTemplateError:
-            text = ""
-        between = text.partition(NEXT_SENTINEL)[2].partition(SENTINEL)
-        return between[0] if between[1] and between[0].strip() else "\n</think>\n\n"
-
 
 def _probe_cases(tool: bool, others: frozenset[str]) -> list[tuple[Message, list[Message]]]:
     """Assistant turns and what follows them, a sentinel in the message whose place is asked for."""
     next_user = {"role": "user", "content": NEXT_SENTINEL}
-    cases: list[tuple[Message, list[Message]]] = [(_PLAIN_TURN, [next_user])]
+    cases: list[tuple[Message, list[Message]]] = [(PLAIN_TURN, [next_user])]
     if tool:
         cases = [
             (calling_message("", "a"), [tool_message(NEXT_SENTINEL)]),
@@ -387,7 +316,7 @@ def _probe_cases(tool: bool, others: frozenset[str]) -> list[tuple[Message, list
             ),
             (calling_message("", "a"), [tool_message(NEXT_SENTINEL), next_user]),
         ]
-    turn, first = (calling_message("x", "a"), [tool_message("r")]) if tool else (_PLAIN_TURN, [])
+    turn, first = (calling_message("x", "a"), [tool_message("r")]) if tool else (PLAIN_TURN, [])
     for role in sorted(others):
         other = {"role": role, "content": NEXT_SENTINEL}
         cases += [(turn, [*first, other]), (turn, [*first, other, USER])]

@@ -135,7 +135,7 @@ def check_template(tokenizer: Any, *, template_kwargs: Mapping[str, Any] | None 
     return TemplateReport(
         template_hash=ours.template_hash,
         stop_tokens=tuple(ours.decode([token_id]) for token_id in ours.stop_token_ids),
-        generation_prompt=profile.generation_prompt,
+        generation_prompt=profile.frame.generation_prompt,
         rewrites_history=not profile.extends_history,
         prints_date=ours.is_dated,
         results=tuple(results),
