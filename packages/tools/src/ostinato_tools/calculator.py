@@ -3,7 +3,6 @@
 Length, depth and magnitude are limited, so that no expression takes noticeable time or memory; it runs on the event loop.
 """
 
-import math
 import re
 
 from ostinato_tools.errors import ToolArgumentError
@@ -174,7 +173,9 @@ def _powered(base: Number, exponent: Number) -> Number:
 
 
 def _limited(value: Number) -> Number:
-    if not -MAX_MAGNITUDE <= value <= MAX_MAGNITUDE or (isinstance(value, float) and math.isnan(value)):
+    # The float 1e100 is a little more than the integer; to whoever writes it, it is the same number.
+    largest = MAX_MAGNITUDE if isinstance(value, int) else float(MAX_MAGNITUDE)
+    if not -largest <= value <= largest:  # also what is no number
         raise _too_large()
     return value
 

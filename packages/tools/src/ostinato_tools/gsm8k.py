@@ -1,7 +1,7 @@
 """`calc_gsm8k_reward`: the tool with which a model checks in its answer to a GSM8K problem."""
 
 import re
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any
 
 from ostinato_tools.base import BaseTool
@@ -20,7 +20,9 @@ _SCHEMA = {
         },
     },
 }
-_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
+_NUMBER = re.compile(rf"(?:\$ ?)?([-+]?)(?:\$ ?)?({_DIGITS}) ?\$?", re.ASCII)
+"""A number as people write it: with a currency sign on either side, and commas between groups of three digits only."""
 
 
 def normalize_answer(answer: str) -> str:
@@ -29,13 +31,11 @@ def normalize_answer(answer: str) -> str:
     Returns:
         The number as plain decimal digits, or the stripped text where it is no number.
     """
-    text = answer.rpartition("####")[2].strip().rstrip(".").replace(",", "").replace("$", "").strip()
-    if len(text) > 100 or not _NUMBER.fullmatch(text):
+    text = answer.rpartition("####")[2].strip().rstrip(".,").replace("\N{MINUS SIGN}", "-").strip()
+    match = _NUMBER.fullmatch(text) if len(text) <= 100 else None
+    if match is None:
         return text
-    try:
-        number = Decimal(text)
-    except InvalidOperation:
-        return text
+    number = Decimal(match[1] + match[2].replace(",", ""))
     digits = format(number, "f")
     if "." in digits:
         digits = digits.rstrip("0").rstrip(".")
@@ -75,7 +75,8 @@ class CalcGsm8kReward(BaseTool):
         """Score `parameters["answer"]`; the last answer is the one that counts in `calc_reward`."""
         answer = normalize_answer(str(parameters["answer"]))
         self._score = 1.0 if answer == self._ground_truth else 0.0
-        return ToolResponse(text=f"Answer {answer[:50]} has score {self._score}."), self._score, {"score": self._score}
+        shown = answer[:50].encode("utf-8", "backslashreplace").decode()  # JSON may hold half a surrogate pair
+        return ToolResponse(text=f"Answer {shown} has score {self._score}."), self._score, {"score": self._score}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         """Return the score of the last answer; 0.0 before there is one."""
