@@ -4,12 +4,13 @@ Values are JSON but for two things: text stands between `<|"|>` tokens, without 
 of a text is text, and no schema is needed. Also read are keys between those tokens, `None` for null (which the template
 writes) and JSON strings. Bare words that are no value are an error. Reasoning stands in `<|channel>thought\n...<channel|>`.
 
-It cannot express: a text with `<|"|>` in it; names with `{` or `<`; keys with one of `{}[],:"<`, a line end, or white space
-at either end.
+It cannot express: a text with `<|"|>` in it; names with `{` or `<`; keys with one of `{}[],:"<\\`, a line end, or white
+space at either end.
 """
 
-import json
 import re
+from itertools import chain
+from json.encoder import encode_basestring
 
 from ostinato_tools.parsers.grammar import TagFormat, unclosed
 from ostinato_tools.parsers.json_calls import ReadCall, read_arguments
@@ -20,7 +21,12 @@ _OPEN, _CLOSE, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _QUOTES = Tags(_QUOTE)
 _TAGS = Tags(_OPEN, _CLOSE, _QUOTE)
 _HEAD = re.compile(r"\s*call:([^{<]*+)(?=\{)")
-_BARE = re.compile(r'"(?:[^"\\]++|\\.)*+"|([^\s{}\[\],:"<]++(?:[ \t]++[^\s{}\[\],:"<]++)*+)(\s*+:)?', re.DOTALL)
+_STRING = re.compile(r'<\|"\|>((?:[^<]++|<(?!\|"\|>))*+)<\|"\|>|("(?:[^"\\]++|\\.)*+(?:"|\\?\Z))', re.DOTALL)
+_PLACE = "\0"
+"""Stands for a string while the rest is made JSON."""
+_NONE = re.compile(r"(?<=[\[,:\s])None(?=\s*+[,\]}])")
+_WORD = r'[^\s{}\[\],:"<\\\0]++'
+_KEY = re.compile(rf"([{{,]\s*+)({_WORD}(?:[ \t]++{_WORD})*+)\s*+:")
 _SHAPE = _OPEN + 'call:NAME{key:<|"|>text<|"|>}' + _CLOSE
 _EXCERPT = 60
 
@@ -77,14 +83,11 @@ def _read_body(body: str) -> ReadCall:
 
 def _to_json(raw: str) -> str:
     """Return arguments as JSON; what is none remains what is none."""
-    pieces = raw.split(_QUOTE)
-    pieces[::2] = [_BARE.sub(_quote_key, piece) for piece in pieces[::2]]
-    pieces[1::2] = [json.dumps(piece, ensure_ascii=False) for piece in pieces[1::2]]
-    return "".join(pieces)
-
-
-def _quote_key(found: re.Match[str]) -> str:
-    word, colon = found.groups()
-    if colon:
-        return json.dumps(word, ensure_ascii=False) + ":"
-    return "null" if word == "None" else found.group()
+    pieces = _STRING.split(raw)
+    quoted = zip(pieces[1::3], pieces[2::3], strict=True)
+    strings = [json if text is None else encode_basestring(text) for text, json in quoted]
+    rest = _NONE.sub("null", _PLACE.join(pieces[::3]))
+    rest = _KEY.sub(r'\1"\2":', rest).split(_PLACE)
+    if len(rest) != len(strings) + 1:  # there was such a character, which no JSON has outside of a string
+        return raw
+    return "".join(chain.from_iterable(zip(rest, (*strings, ""), strict=True)))
