@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from ostinato_engines import StopReason
 from ostinato_rollout.errors import SessionInputError
 from ostinato_rollout.types import Reply
-from ostinato_tools import ParsedTurn
+from ostinato_tools import ParsedTurn, ToolCall
 
 
 def checked_messages(messages: Sequence[dict]) -> list[dict]:
@@ -32,7 +35,7 @@ def empty_reply(stop_reason: StopReason) -> Reply:
 
 
 def assistant_message(parsed: ParsedTurn, text: str) -> dict:
-    """Return the turn as an OpenAI message; arguments are the text that the model wrote.
+    """Return the turn as an OpenAI message; arguments are the text that the model wrote, or JSON if that was none.
 
     Where nothing could be read but errors, the content is the whole `text`: the history shows what the model did wrong.
     """
@@ -42,10 +45,21 @@ def assistant_message(parsed: ParsedTurn, text: str) -> dict:
         message["reasoning_content"] = parsed.reasoning
     if parsed.tool_calls:
         message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.raw_arguments}}
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments_text(call)}}
             for call in parsed.tool_calls
         ]
     return message
+
+
+def _arguments_text(call: ToolCall) -> str:
+    """Return the arguments as a message has them: JSON, since a template cannot read the format of another."""
+    if call.arguments is None:
+        return call.raw_arguments
+    try:
+        msgspec.json.decode(call.raw_arguments)
+    except (msgspec.DecodeError, ValueError):
+        return json.dumps(call.arguments, ensure_ascii=False)
+    return call.raw_arguments
 
 
 def same_turn(said: ParsedTurn, shown: ParsedTurn) -> bool:
