@@ -4,11 +4,12 @@ import copy
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato_tools import ToolRegistry, ToolSchemaError, function_tool
-from ostinato_tools.schema import check_tool_schema, compile_validator
+from ostinato_tools.acceptance import compile_acceptance
+from ostinato_tools.schema import _nullable_validator_class, check_tool_schema, compile_validator
 from ostinato_tools.testing import CounterTool
 
 RICH = {
@@ -73,35 +74,74 @@ def test_arguments_are_checked_where_they_are(arguments: dict, said: str | None)
     assert said is None or found[0].startswith(said)
 
 
-KINDS = {"string": str, "integer": int, "number": float, "boolean": bool, "null": type(None)}
-VALUES = (
+KINDS = ["string", "integer", "number", "boolean", "null", "array", "object"]
+SCALARS = (
     st.none()
     | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text()
-    | st.just([])
+    | st.integers(-3, 3)
+    | st.floats(-3, 3).filter(lambda value: not value.is_integer())  # 1.0 is an integer, too: the quick check leaves it
+    | st.text("ab", max_size=3)
 )
-PROPERTY = st.fixed_dictionaries(
-    {
-        "type": st.sampled_from(list(KINDS))
-        | st.lists(st.sampled_from(list(KINDS)), min_size=1, max_size=2, unique=True)
-    },
-    optional={"nullable": st.booleans(), "description": st.text()},
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abcd"), inner, max_size=4),
+    max_leaves=8,
 )
+SIZES = st.integers(0, 3)
 
 
-@given(
-    st.dictionaries(st.sampled_from("abc"), PROPERTY),
-    st.dictionaries(st.sampled_from("abcd"), VALUES),
-    st.booleans(),
-    st.lists(st.sampled_from("abcd"), unique=True),
+def schemas_over(inner: st.SearchStrategy) -> st.SearchStrategy:
+    """JSON schemas of the keywords that the quick check understands, and of some that it need not."""
+    return st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.sampled_from(KINDS) | st.lists(st.sampled_from(KINDS), min_size=1, max_size=3, unique=True),
+            "nullable": st.booleans(),
+            "description": st.text(),
+            "format": st.just("date"),
+            "x-own": SCALARS,
+            "enum": st.lists(SCALARS, min_size=1, max_size=4),
+            "const": SCALARS,
+            "minimum": st.integers(-3, 3),
+            "exclusiveMaximum": st.integers(-3, 3),
+            "minLength": SIZES,
+            "maxItems": SIZES,
+            "minProperties": SIZES,
+            "anyOf": st.lists(inner, min_size=1, max_size=2),
+            "items": inner,
+            "properties": st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+            "required": st.lists(st.sampled_from("abcd"), unique=True, max_size=2),
+            "additionalProperties": inner,
+        },
+    )
+
+
+SCHEMAS = st.recursive(st.booleans() | schemas_over(st.booleans()), schemas_over, max_leaves=5)
+
+
+@settings(max_examples=400)
+@given(SCHEMAS, VALUES)
+def test_the_quick_check_agrees_with_the_validator(schema: dict | bool, value: object) -> None:
+    """The shortcut, where there is one, never changes the verdict of the general validator."""
+    validator_class = _nullable_validator_class()
+    accepts = compile_acceptance(schema, validator_class.VALIDATORS)
+    assert accepts is not None
+    assert accepts(value) == (not list(validator_class(schema).iter_errors(value)))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"pattern": "a"},
+        {"oneOf": [{"type": "integer"}]},
+        {"properties": {"x": {"items": {"not": {}}}}},
+        {"$ref": "#/$defs/x", "$defs": {"x": {}}},
+        {"prefixItems": [{}], "items": {}},
+    ],
 )
-def test_the_quick_check_agrees_with_the_validator(properties, arguments, additional, required) -> None:
-    """The shortcut for flat schemas never changes the verdict."""
-    parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": additional}
-    slow = {**parameters, "minProperties": 0}  # a keyword that means nothing here and rules the shortcut out
-    assert problems(parameters, arguments) == problems(slow, arguments)
+def test_there_is_no_shortcut_for_what_is_not_understood(schema: dict) -> None:
+    """A keyword beyond the shortcut, however deep, leaves everything to the general validator."""
+    assert compile_acceptance(schema, _nullable_validator_class().VALIDATORS) is None
 
 
 @pytest.mark.parametrize(

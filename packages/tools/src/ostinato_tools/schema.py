@@ -9,18 +9,10 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
+from ostinato_tools.acceptance import compile_acceptance
 from ostinato_tools.errors import ToolSchemaError
 
 _MAX_ERRORS = 3
-_CHECKERS: dict[str, frozenset[type]] = {
-    "string": frozenset({str}),
-    "integer": frozenset({int}),
-    "number": frozenset({int, float}),
-    "boolean": frozenset({bool}),
-    "null": frozenset({type(None)}),
-}
-_PLAIN_OBJECT = frozenset({"type", "properties", "required", "additionalProperties", "description", "title"})
-_PLAIN_PROPERTY = frozenset({"type", "description", "title", "default", "nullable", "examples"})
 _LITERAL_KEYWORDS = frozenset({"const", "default", "enum", "examples"})
 
 
@@ -75,12 +67,7 @@ def compile_validator(schema: Mapping, place: str) -> Callable[[dict], list[str]
     Returns:
         A function from arguments to at most three sentences on what is wrong with them; none means valid.
     """
-    parameters = schema["function"].get("parameters", {})
-    problems = compile_json_schema(parameters, "parameters", place)
-    accepts = _plain_check(parameters)
-    if accepts is None:
-        return problems
-    return lambda arguments: [] if accepts(arguments) else problems(arguments)
+    return compile_json_schema(schema["function"].get("parameters", {}), "parameters", place)
 
 
 def compile_json_schema(schema: Mapping, what: str, place: str) -> Callable[[Any], list[str]]:
@@ -112,9 +99,12 @@ def compile_json_schema(schema: Mapping, what: str, place: str) -> Callable[[Any
     registry: Any = Registry()  # an empty one: a remote `$ref` is an error, never a download
     validator = validator_class(schema, registry=registry)
     _check_references(validator, schema, what, place)
+    accepts = compile_acceptance(schema, validator_class.VALIDATORS)
 
     def problems(value: Any) -> list[str]:
         try:
+            if accepts is not None and accepts(value):
+                return []
             return [_sentence(error) for error in islice(validator.iter_errors(value), _MAX_ERRORS)]
         except RecursionError:
             return [f"the {'arguments are' if what == 'parameters' else 'value is'} nested too deeply"]
@@ -165,32 +155,6 @@ def _check_references(validator: Any, schema: Mapping, what: str, place: str) ->
                         f"put the definition under {what}.$defs"
                     ) from error
             waiting.extend(value for key, value in node.items() if key not in _LITERAL_KEYWORDS)
-
-
-def _plain_check(parameters: Mapping) -> Callable[[dict], bool] | None:
-    """For flat schemas, a check that accepts without the general validator; what it does not accept is not yet wrong."""
-    properties = parameters.get("properties", {})
-    if parameters.get("type") != "object" or not parameters.keys() <= _PLAIN_OBJECT:
-        return None
-    allowed: dict[str, frozenset[type]] = {}
-    for name, schema in properties.items():
-        if not isinstance(schema, dict) or not schema.keys() <= _PLAIN_PROPERTY:
-            continue
-        kinds = schema.get("type")
-        kinds = [kinds] if isinstance(kinds, str) else kinds
-        if not isinstance(kinds, list) or not all(kind in _CHECKERS for kind in kinds):
-            continue
-        allowed[name] = frozenset().union(*(_CHECKERS[kind] for kind in kinds))
-    required = frozenset(parameters.get("required", ()))
-
-    def accepts(arguments: dict) -> bool:
-        for name, value in arguments.items():
-            types = allowed.get(name)
-            if types is None or type(value) not in types:
-                return False
-        return required <= arguments.keys()
-
-    return accepts
 
 
 def _sentence(error: Any) -> str:
