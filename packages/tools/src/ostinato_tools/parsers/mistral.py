@@ -9,6 +9,7 @@ nine letters and digits, so a call to which the model gave no such id gets one m
 """
 
 import re
+from collections.abc import Callable
 from functools import partial
 from hashlib import blake2b
 
@@ -86,15 +87,18 @@ class MistralParser(TagFormat):
         turn.position = yield from turn.skip_space(turn.position)
         yield from self._read_json(turn, partial(_read, name, call_id))
 
-    def _read_json(self, turn: Turn, read) -> Steps[bool]:
+    def _read_json(self, turn: Turn, read: Callable[[str], ReadCall]) -> Steps[bool]:
         """Read an object; tell whether it has an end. Without one, go to the next tag."""
         start = turn.position
         end, is_complete = yield from turn.bracketed(start)
         if is_complete:
             turn.position = end
         else:
-            # A tag's own bracket counts as one in JSON: the tag at which the object breaks begins with it.
-            tag, end = yield from turn.find(_BORDERS, max(start, end - 1))
+            # A tag in what may be a string, or may be a call behind a string that was not closed: it is taken for the call.
+            tag, at = _OPEN, turn.text.find(_OPEN, start, end)
+            if at < 0:  # a tag's own bracket counts as one in JSON: the tag at which the object breaks begins with it
+                tag, at = yield from turn.find(_BORDERS, max(start, end - 1))
+            end = at
             turn.position = end
             if not tag:
                 turn.add_error(
