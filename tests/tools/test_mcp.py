@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ from ostinato_tools.testing import make_call
 pytest.importorskip("mcp", reason="needs the extra mcp")
 
 SERVER = Path(__file__).parent / "mcp_server.py"
+README = Path(__file__).parents[2] / "packages" / "tools" / "README.md"
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 LIMIT = 100_000
 TOKEN = "sesame-4711"
@@ -115,14 +117,27 @@ def gone(pid: int) -> bool:
     """Whether a process has ended, or ends soon."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return True
-        if state == "Z":
+        if not running(pid):
             return True
         time.sleep(0.02)
     return False
+
+
+def running(pid: int) -> bool:
+    """Whether a process is there and not only waits to be forgotten by its parent."""
+    try:
+        os.kill(pid, 0)
+        stat = Path(f"/proc/{pid}/stat")
+        return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+@pytest.mark.skipif(not README.is_file(), reason="the README is not beside the tests")
+def test_the_readme_example_runs() -> None:
+    """The README's example of a server runs as it stands."""
+    (example,) = re.findall(r"```py\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    subprocess.run([sys.executable, "-c", example], check=True, timeout=120)
 
 
 def test_schemas_arrive_whole(odd) -> None:
@@ -291,7 +306,7 @@ async def test_endless_output_is_cut_off(place, name: str, words: str) -> None:
 def test_a_server_that_does_not_start(place, monkeypatch, startup: str, words: str) -> None:
     """A server that ends, says nothing or says something else is a clear error in time, and leaves no process."""
     monkeypatch.setattr("ostinato_tools.mcp.stdio.EXIT_GRACE_S", 0.2)
-    entry = place.entry({"start_timeout": 1, "max_retries": 1}, env={"STARTUP": startup, "TOKEN": TOKEN})
+    entry = place.entry({"start_timeout_s": 1, "max_retries": 1}, env={"STARTUP": startup, "TOKEN": TOKEN})
     with pytest.raises(ToolInfrastructureError, match=r"MCP server 'odd' must be reachable.*tools\.yaml") as caught:
         place.load(entry)
     assert words in str(caught.value)

@@ -50,7 +50,7 @@ class Service:
     def load(self, config: dict | None = None, path: str = "/mcp", **server: Any) -> ToolRegistry:
         """Load its tools."""
         url = f"http://127.0.0.1:{self.port}{path}"
-        config = {"type": "mcp", "max_message_bytes": LIMIT, "start_timeout": 10, "max_retries": 1, **(config or {})}
+        config = {"type": "mcp", "max_message_bytes": LIMIT, "start_timeout_s": 10, "max_retries": 1, **(config or {})}
         entry = {"config": config, "mcp": {"mcpServers": {"far": {"url": url, **server}}}}
         file = self.folder / "tools.yaml"
         file.write_text(json.dumps({"tools": [entry]}))

@@ -129,8 +129,8 @@ def test_any_servers_are_read_or_refused(servers: Any) -> None:
     ("config", "words"),
     [
         ({"session": "mine"}, "session"),
-        ({"start_timeout": 0}, "start_timeout must be a positive finite number"),
-        ({"start_timeout": "1"}, "start_timeout"),
+        ({"start_timeout_s": 0}, "start_timeout_s must be a positive finite number"),
+        ({"start_timeout_s": "1"}, "start_timeout_s"),
         ({"max_retries": -1}, "max_retries must be at least 0"),
         ({"max_message_bytes": 1}, "max_message_bytes must be at least 1024"),
         ({"sesion": "shared"}, r"no keys but type, timeout, session.*got \['sesion'\]; remove"),

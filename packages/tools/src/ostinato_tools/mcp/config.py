@@ -81,7 +81,7 @@ class McpOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     session: SessionScope = SessionScope.SHARED
     """`shared`: one session serves all trajectories, and is opened again when it is lost. `trajectory`: each trajectory has
     a session of its own (over stdio a process of its own) from its first call to its end, for servers that keep state."""
-    start_timeout: float = 30.0
+    start_timeout_s: float = 30.0
     """Seconds for one attempt to start or reach a server and to learn its tools."""
     max_retries: int = 2
     """How often a lost connection is tried again, with growing pauses. A call that may have run is repeated only where the
@@ -90,8 +90,10 @@ class McpOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bytes of the longest message that a server may send."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.start_timeout < math.inf:
-            raise ValueError(f"start_timeout must be a positive finite number, got {self.start_timeout}; give seconds")
+        if not 0 < self.start_timeout_s < math.inf:
+            raise ValueError(
+                f"start_timeout_s must be a positive finite number, got {self.start_timeout_s}; give seconds"
+            )
         if self.max_retries < 0:
             raise ValueError(f"max_retries must be at least 0, got {self.max_retries}; 0 never tries again")
         if self.max_message_bytes < 1024:

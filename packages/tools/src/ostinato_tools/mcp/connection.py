@@ -51,7 +51,7 @@ class Connection:
         self._options = options
         self._mode = "legacy" if stateful and isinstance(spec, HttpServer) else "auto"
         self._redact = redactor_of(spec)
-        self._report = StdioReport(self._redact)
+        self._report = StdioReport(spec.name, self._redact)
         self._notes = HttpNotes()
         self._client: Client | None = None
         self._failure: BaseException | None = None
@@ -61,6 +61,7 @@ class Connection:
         self._drained = asyncio.Event()
         self._drained.set()
         self._num_calls = 0
+        self._probing = False
         self._tools_changed = False
         self._owner: asyncio.Task[None] | None = None
 
@@ -73,12 +74,12 @@ class Connection:
         """Open the session and learn the tools.
 
         Raises:
-            ConnectionLost: it cannot be opened, or not within `start_timeout`; nothing is left behind.
+            ConnectionLost: it cannot be opened, or not within `start_timeout_s`; nothing is left behind.
         """
         owner = self._owner = asyncio.create_task(self._own(), name=f"mcp {self.spec.name}")
         _connections.add(self)
         try:
-            with anyio.move_on_after(self._options.start_timeout):
+            with anyio.move_on_after(self._options.start_timeout_s):
                 await self._ready.wait()
         except BaseException:
             self._scope.cancel()
@@ -87,7 +88,7 @@ class Connection:
             return
         in_time = self._ready.is_set()
         # what is known so far, before we end the process ourselves
-        late = (f"no answer within {self._options.start_timeout} s", *self._known())
+        late = (f"no answer within {self._options.start_timeout_s} s", *self._known())
         self._scope.cancel()
         await asyncio.wait((owner,), timeout=CLOSE_GRACE_S)
         reason = self._reason() if in_time else "; ".join(filter(None, late))
@@ -130,15 +131,18 @@ class Connection:
 
     async def responds(self, timeout_s: float) -> bool:
         """Ask for a sign of life."""
-        client = self._client
+        if self._client is None or self._probing:
+            return True  # there is nothing to end, or somebody asks already
+        self._probing = True
         try:
             with anyio.fail_after(timeout_s):
-                if client is not None:
-                    await client.list_tools()
+                await self._client.list_tools()
         except MCPError:
-            return True  # an error is an answer, and whoever is closed need not be closed
+            return True  # an error is an answer
         except Exception:  # no answer that could be understood, or none in time
             return False
+        finally:
+            self._probing = False
         return True
 
     async def close(self, *, drain: bool = False) -> None:

@@ -13,7 +13,8 @@ import httpx2
 from ostinato_tools.mcp.config import HttpServer
 
 CONNECT_TIMEOUT_S = 30.0
-READ_TIMEOUT_S = 300.0
+READ_TIMEOUT_S = 3600.0
+"""Seconds without a byte of an answer; long, because a call has its own deadline, and some calls take long."""
 _FAILED = 502
 _NO_TERMINATION = 405
 """What the SDK takes as `a session need not be ended`: nothing is to be said about one whose server is gone."""

@@ -21,7 +21,7 @@ def add_mcp_tools(
 ) -> None:
     """Ask the servers of an entry for their tools and register those that it selects.
 
-    Blocks until every server has answered, at most `(max_retries + 1) * start_timeout` seconds and the pauses between.
+    Blocks until every server has answered, at most `(max_retries + 1) * start_timeout_s` seconds and the pauses between.
 
     Args:
         tool_class: `McpTool` or a class derived from it.
@@ -83,7 +83,7 @@ async def _list_all(servers: list[McpServer], options: McpOptions) -> "list[dict
 
 def _deadline(options: McpOptions) -> float:
     pauses_and_closing = 30.0
-    return (options.max_retries + 1) * (options.start_timeout + pauses_and_closing)
+    return (options.max_retries + 1) * (options.start_timeout_s + pauses_and_closing)
 
 
 def _check_selection(wanted: set[str] | None, servers: list[McpServer], offered: list[dict], place: str) -> None:

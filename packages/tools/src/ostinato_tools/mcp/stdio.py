@@ -30,7 +30,7 @@ CHUNK_BYTES = 65_536
 EXIT_GRACE_S = 1.0
 """Seconds that a server gets to end after its input was closed, and again after SIGTERM, before it is killed."""
 MAX_STRAY_LINES = 1000
-"""Lines on stdout that are no messages, after which the server is given up."""
+"""Lines on stdout that are no messages, without a message between them, after which the server is given up."""
 STDERR_BYTES = 2048
 """How much of the end of stderr is kept."""
 _SHOWN = 160
@@ -48,11 +48,13 @@ MessageSend = MemoryObjectSendStream[SessionMessage | Exception]
 class StdioReport:
     """What is known about a server's process besides its messages, for messages of ours."""
 
-    def __init__(self, redact: Redactor) -> None:
+    def __init__(self, name: str, redact: Redactor) -> None:
+        self._name = name
         self._redact = redact
         self._stderr: deque[bytes] = deque()
         self._stderr_bytes = 0
         self.num_stray_lines = 0
+        self.num_stray_in_a_row = 0
         self.first_stray_line = ""
         self.end: str | None = None
         """How the process or its output ended; None while it goes on."""
@@ -67,8 +69,11 @@ class StdioReport:
     def note_stray_line(self, line: bytes) -> None:
         """Count a line on stdout that is no message."""
         self.num_stray_lines += 1
+        self.num_stray_in_a_row += 1
         if self.num_stray_lines == 1:
             self.first_stray_line = self._redact(line[:STDERR_BYTES].decode(errors="replace"))[:_SHOWN]
+            text = "MCP server %s printed a line that is no message: %r; further ones are counted only"
+            _logger.warning(text, self._name, self.first_stray_line)
 
     def describe(self) -> str:
         """Return the end, what was not understood, and the last words on stderr, in one line."""
@@ -220,7 +225,7 @@ def _check_limits(splitter: LineSplitter, max_message_bytes: int, report: StdioR
     if splitter.num_discarded > 4 * max_message_bytes:
         report.end = f"it wrote more than {4 * max_message_bytes} bytes without the end of a message"
         raise _GivenUp
-    if report.num_stray_lines > MAX_STRAY_LINES:
+    if report.num_stray_in_a_row > MAX_STRAY_LINES:
         report.end = "it does not speak the protocol"
         raise _GivenUp
 
@@ -231,12 +236,12 @@ def _message(line: bytes | Oversized, max_message_bytes: int, report: StdioRepor
     if not line.strip():
         return None
     try:
-        return SessionMessage(types.jsonrpc_message_adapter.validate_json(line, by_name=False))
+        message = types.jsonrpc_message_adapter.validate_json(line, by_name=False)
     except (ValueError, RecursionError):
         report.note_stray_line(line)
-        if report.num_stray_lines == 1:
-            _logger.warning("an MCP server printed a line that is no message: %r", report.first_stray_line)
         return None
+    report.num_stray_in_a_row = 0
+    return SessionMessage(message)
 
 
 def _refusal(line: Oversized, max_message_bytes: int, report: StdioReport) -> SessionMessage | None:
