@@ -27,7 +27,7 @@ class Llama3JsonParser(TagFormat):
 
     name = "llama3_json"
     openers = (_OPEN,)
-    stop_tokens = ("<|eom_id|>",)
+    stop_tokens: tuple[str, ...] = ("<|eom_id|>",)
     end_tokens = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 
     def read_start(self, turn: Turn) -> Steps[None]:
