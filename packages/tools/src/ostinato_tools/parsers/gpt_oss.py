@@ -47,6 +47,7 @@ class GptOssParser(Format):
     name = "gpt_oss"
     stop_tokens: tuple[str, ...] = ("<|return|>", _CALL)
     end_tokens = ("<|return|>",)
+    reasoning_openers = ("<|channel|>analysis<|message|>",)
 
     def grammar(self, turn: Turn) -> Steps[None]:
         """Take a turn apart. A prompt that ended inside reasoning ended behind the `<|message|>` of an analysis."""
@@ -72,7 +73,7 @@ def _read_header(turn: Turn, has_role: bool) -> Steps[_Header | None]:
             if header.error is not None:
                 turn.add_error(header.error)
             return header
-        if text := text.strip():
+        if (text := text.strip()) or has_role:
             excerpt = text[:_EXCERPT]
             turn.add_error(
                 f"a message must have <|message|> between its header and its text, got {excerpt!r}; write both"
