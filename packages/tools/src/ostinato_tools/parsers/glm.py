@@ -19,9 +19,14 @@ class GlmParser(TaggedFormat):
     """Parser of the format of GLM 4.5 and later."""
 
     name = "glm"
+    # GLM's own, and those of other models that write this format.
     end_tokens = (
-        *("<|user|>", "<|observation|>", "<|endoftext|>"),  # GLM's own; the others are of models that took the format over
-        *("<|role_end|>", "<｜end▁of▁sentence｜>", "</assistant>"),
+        "<|user|>",
+        "<|observation|>",
+        "<|endoftext|>",
+        "<|role_end|>",
+        "<｜end▁of▁sentence｜>",
+        "</assistant>",
     )
     begin, end = "<tool_call>", "</tool_call>"
     call_tags = ("", "", "")
