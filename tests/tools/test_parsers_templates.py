@@ -4,7 +4,7 @@ import functools
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -136,8 +136,19 @@ CALLS = st.lists(st.tuples(NAMES, st.dictionaries(TEXTS, VALUES, max_size=4)), m
 def compiled(name: str) -> Any:
     """Return a template, compiled as chat templates are."""
     sandbox = pytest.importorskip("jinja2.sandbox", reason="jinja2 is not installed")
+    ext = pytest.importorskip("jinja2.ext")
+
+    class Generation(ext.Extension):
+        """The block around what the assistant says, which marks and prints nothing."""
+
+        tags: ClassVar = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
     environment = sandbox.SandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.filters["tojson"] = lambda value, ensure_ascii=False, **_: json.dumps(value, ensure_ascii=ensure_ascii)
     environment.globals["strftime_now"] = lambda _format: "2026-01-01"
@@ -265,3 +276,118 @@ def test_lfm2_templates(calls: list[tuple[str, dict]]) -> None:
     turn = get_parser("pythonic").parse(after[len(before) :].removeprefix("<|im_start|>assistant\n"))
     assert [(call.name, call.arguments) for call in turn.tool_calls] == calls
     assert (turn.content, turn.errors) == ("", ())
+
+
+# Formats whose arguments are text, typed by the tool's schema.
+
+SCHEMAS = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array"}
+SAFE_TEXTS = TEXTS.filter(lambda text: "<tool_call>" not in text)
+"""No text that could begin a call: such a call is an error or the same (see the tests of those formats)."""
+TYPED_VALUES = st.recursive(
+    SCALARS | SAFE_TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(SAFE_TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+ARGUMENTS = st.dictionaries(NAMES, TYPED_VALUES, max_size=4)
+TYPED_CALLS = st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3, unique_by=lambda call: call[0])
+CODE = ["    if x:\n        y\n", "\n", "", " a ", "5", "null", "True", "&lt;"]
+TAGS_IN_TEXT = [
+    "</parameter>",
+    "</arg_value>",
+    "</function> ",
+    "</invoke>.",
+    "</tool_call>",
+    "<parameter=a>",
+    "<arg_key>",
+]
+
+
+def typed_tools(calls: list[tuple[str, dict]]) -> list[dict]:
+    """Return a tool for each call, with the types of its arguments."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": "d",
+                "parameters": {
+                    "type": "object",
+                    "properties": {
+                        key: {"type": SCHEMAS.get(type(value), "object"), "description": "d"}
+                        for key, value in arguments.items()
+                    },
+                },
+            },
+        }
+        for name, arguments in calls
+    ]
+
+
+def check_typed_round_trip(name: str, calls: list[tuple[str, dict]]) -> None:
+    """Render typed calls with reasoning, parse what the template wrote, and compare."""
+    tools = typed_tools(calls)
+    message = {"role": "assistant", "content": "Prose.", "reasoning_content": "why", "tool_calls": []}
+    message["tool_calls"] = [
+        {"type": "function", "function": {"name": called, "arguments": arguments}} for called, arguments in calls
+    ]
+    source, messages = compiled(name), [{"role": "user", "content": "q"}]
+    options = {"tools": tools, "enable_thinking": True}
+    before = source.render(messages=messages, **options)
+    text = source.render(messages=[*messages, message], **options)[len(before) :]
+    text = text[text.index("<think>") if "<think>why" in text or "<think>\nwhy" in text else 0 :]
+    turn = get_parser(FORMATS[name]).parse(text, tools)
+    assert [(call.name, call.arguments) for call in turn.tool_calls] == calls
+    assert json.dumps([call.arguments for call in turn.tool_calls]) == json.dumps([arguments for _, arguments in calls])
+    assert turn.errors == ()
+    assert turn.content.endswith("Prose.")
+    if name != "Qwen3-Coder":  # which writes no reasoning
+        assert turn.reasoning == "why"
+
+
+@pytest.mark.parametrize(
+    "name", sorted(name for name, known in FORMATS.items() if known in ("qwen3_coder", "glm", "seed_oss"))
+)
+@EXAMPLES
+@given(calls=TYPED_CALLS, more=st.lists(st.sampled_from([*CODE, *TAGS_IN_TEXT]), max_size=2))
+def test_templates_of_typed_text(name: str, calls: list[tuple[str, dict]], more: list[str]) -> None:
+    """Calls whose arguments templates write as text come back the same, with the types of the tool's schema."""
+    calls[0][1].update({f"more_{index}": text for index, text in enumerate(more)})
+    check_typed_round_trip(name, calls)
+
+
+@EXAMPLES
+@given(calls=TYPED_CALLS, more=st.lists(st.sampled_from([*CODE, *TAGS_IN_TEXT]), max_size=2))
+def test_minimax_m2_template(calls: list[tuple[str, dict]], more: list[str]) -> None:
+    """Calls that MiniMax M2's template writes into one section come back the same."""
+    calls[0][1].update({f"more_{index}": text for index, text in enumerate(more)})
+    check_typed_round_trip("MiniMax-M2", calls)
+
+
+@EXAMPLES
+@given(calls=CALLS)
+def test_minimax_m1_template(calls: list[tuple[str, dict]]) -> None:
+    """Calls that MiniMax M1's template writes as rows of JSON come back the same."""
+    check_round_trip("MiniMax-M1", calls, header="<beginning_of_sentence>ai name=assistant\n")
+
+
+@EXAMPLES
+@given(calls=CALLS)
+def test_gpt_oss_template(calls: list[tuple[str, dict]]) -> None:
+    """The call that the template of gpt-oss writes (it writes one) comes back the same, with the analysis before it."""
+    source = compiled("openai-gpt-oss-120b")
+    name, arguments = calls[0]
+    message = {
+        "role": "assistant",
+        "thinking": "why",
+        "tool_calls": [{"function": {"name": name, "arguments": arguments}}],
+    }
+    messages = [{"role": "user", "content": "q"}]
+    before = source.render(messages=messages, add_generation_prompt=True)
+    after = source.render(messages=[*messages, message], add_generation_prompt=False)
+    turn = get_parser("gpt_oss").parse(after[len(before) :])
+    assert [(call.name, call.arguments) for call in turn.tool_calls] == [calls[0]]
+    assert json.dumps(turn.tool_calls[0].arguments) == json.dumps(arguments)
+    assert (turn.content, turn.reasoning, turn.errors) == ("", "why", ())
+    final = source.render(messages=[*messages, {"role": "assistant", "thinking": "why", "content": " Hi.\n"}])
+    turn = get_parser("gpt_oss").parse(final[len(before) :])
+    assert (turn.content, turn.reasoning, turn.tool_calls, turn.errors) == (" Hi.\n", "why", (), ())

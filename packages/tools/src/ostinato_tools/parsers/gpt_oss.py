@@ -47,7 +47,6 @@ class GptOssParser(Format):
     name = "gpt_oss"
     stop_tokens: tuple[str, ...] = ("<|return|>", _CALL)
     end_tokens = ("<|return|>",)
-    reasoning_openers = (f"{_CHANNEL}analysis{_MESSAGE}",)
     reasoning_openers = ("<|channel|>analysis<|message|>",)
 
     def grammar(self, turn: Turn) -> Steps[None]:
