@@ -80,6 +80,19 @@ async def test_a_conversation_with_a_tool_call_is_recorded_token_by_token(tokeni
     assert client.num_sticky == 0
 
 
+@pytest.mark.parametrize(("format_name", "opener"), [("hermes", "<think>"), ("mistral", "[THINK]")])
+async def test_a_call_in_reasoning_that_the_prompt_opened_does_not_run(format_name, opener, sampled, scripted):
+    """Whatever opens reasoning in a format, a turn that begins inside of it and never ends it has no call."""
+    template = TINY_CHAT_TEMPLATE + "{%- if add_generation_prompt %}{{- '" + opener + "' }}{%- endif %}"
+    client, _ = scripted(['maybe <tool_call>{"name": "calculator", "arguments": {}}</tool_call>[TOOL_CALLS]f[ARGS]{}'])
+    session = open_session(client, tiny_chat_tokenizer(chat_template=template), parser=get_parser(format_name))
+    await session.extend([USER])
+    reply = await session.generate(PARAMS)
+    assert reply.tool_calls == ()
+    assert "never closed" in reply.errors[0]
+    assert (reply.reasoning or "").startswith("maybe")
+
+
 async def test_stop_tokens_come_from_template_parser_and_caller(tokenizer, scripted):
     """The ids that end a turn are those of the template, of the parser's stop tokens, and of the caller."""
 

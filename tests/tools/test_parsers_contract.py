@@ -224,6 +224,17 @@ def test_unclosed_reasoning_runs_nothing(name: str, opened: str) -> None:
     assert "never closed" in turn.errors[0]
 
 
+@every_format
+def test_a_format_names_what_opens_reasoning(name: str) -> None:
+    """A prompt that ends with one of `reasoning_openers` has opened reasoning: what the turn begins with is reasoning."""
+    parser = get_parser(name)
+    assert isinstance(parser, Format)
+    assert parser.reasoning_openers
+    assert parse(name, "so be it", in_reasoning=True).reasoning == "so be it"
+    for opener in parser.reasoning_openers:
+        assert parse(name, opener + "so be it").reasoning == "so be it"
+
+
 @every_tag_format
 def test_a_late_end_of_reasoning_can_be_an_error(name: str) -> None:
     """Without `late_reasoning` a closing tag of reasoning that nothing opened is an error, and the calls before it run."""

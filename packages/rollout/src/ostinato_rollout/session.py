@@ -338,9 +338,10 @@ class ChatSession:
 
     def _opens_reasoning(self, prompt: Sequence[int]) -> bool:
         """Tell whether the generation prompt has opened the reasoning, so that the turn begins inside it."""
-        if self._parser is None:
+        openers = getattr(self._parser, "reasoning_openers", ("<think>",))
+        if self._parser is None or not openers:
             return False
-        return self._tokens.tokenizer.decode(prompt[-_TAIL_LENGTH:]).rstrip().endswith("<think>")
+        return self._tokens.tokenizer.decode(prompt[-_TAIL_LENGTH:]).rstrip().endswith(tuple(openers))
 
     def _decode(self, token_ids: list[int]) -> str:
         """Return the text of a turn, control tokens kept; the token that ends a turn is no part of it."""

@@ -54,7 +54,7 @@ def assemble(deltas: Sequence[Delta]) -> ParsedTurn:
     content: list[str] = []
     reasoning: list[str] = []
     calls: list[ToolCall] = []
-    errors: dict[str, None] = {}
+    errors: list[str] = []
     for delta in deltas:
         if isinstance(delta, ContentDelta):
             content.append(delta.text)
@@ -63,7 +63,7 @@ def assemble(deltas: Sequence[Delta]) -> ParsedTurn:
         elif isinstance(delta, CallDelta):
             calls.append(delta.call)
         else:
-            errors[delta.message] = None
+            errors.append(delta.message)
     return ParsedTurn("".join(content), "".join(reasoning) if reasoning else None, tuple(calls), tuple(errors))
 
 

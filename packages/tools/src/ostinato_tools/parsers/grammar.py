@@ -29,6 +29,8 @@ class Format(ABC):
     """Tokens, as text, that must end generation besides the template's own."""
     end_tokens: tuple[str, ...] = ()
     """Tokens, as text, that are usually taken off the end; none may be part of another."""
+    reasoning_openers: tuple[str, ...] = ()
+    """Texts with which a prompt ends that has opened reasoning: the turn is then parsed with `in_reasoning`."""
     is_json: bool = True
     """Whether arguments are JSON; else they are text that is typed by schema."""
 
@@ -115,7 +117,8 @@ class TagFormat(Format):
 
     def __init__(self) -> None:
         self._closing = dict(self.reasoning_tags)
-        self._reasoning_openers = Tags(*self._closing) if self._closing else None
+        self.reasoning_openers = tuple(self._closing)
+        self._opening = Tags(*self._closing) if self._closing else None
         self._end_reasoning = {closing: Tags(closing) for closing in self._closing.values()}
         self._tags = Tags(*self.openers, *self.closers, *self._closing, *self._end_reasoning)
 
@@ -131,9 +134,9 @@ class TagFormat(Format):
 
     def grammar(self, turn: Turn) -> Steps[None]:
         """Take a turn apart; the same for all formats of this kind."""
-        if turn.in_reasoning and self._reasoning_openers is not None:
+        if turn.in_reasoning and self._opening is not None:
             turn.position = yield from turn.skip_space(0)
-            opener = yield from turn.tag_at(self._reasoning_openers, turn.position)
+            opener = yield from turn.tag_at(self._opening, turn.position)
             turn.position = turn.position + len(opener) if opener else 0
             yield from self._read_reasoning(turn, self._closing[opener] if opener else self.reasoning_tags[0][1])
         yield from self._read_start(turn)

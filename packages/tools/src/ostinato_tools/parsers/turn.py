@@ -52,6 +52,7 @@ class Turn:
         self._id_prefix = id_prefix
         self._make_id = make_id
         self._ids: set[str] = set()
+        self._errors: set[str] = set()
         self._num_calls = 0
         self._content = _Passage(None)
         self._reasoning = _Passage("\n")
@@ -180,6 +181,7 @@ class Turn:
         self.deltas.clear()
         self._num_calls = 0
         self._ids.clear()
+        self._errors.clear()
         self._content = _Passage(None)
         self.position = 0
         self.begin_reasoning()
@@ -205,8 +207,10 @@ class Turn:
         self.deltas.append(CallDelta(ToolCall(name, arguments, raw, call_id, error)))
 
     def add_error(self, message: str) -> None:
-        """Something is wrong with the turn that belongs to no call."""
-        self.deltas.append(ErrorDelta(message))
+        """Something is wrong with the turn that belongs to no call. The same is said once."""
+        if message not in self._errors:
+            self._errors.add(message)
+            self.deltas.append(ErrorDelta(message))
 
     def _say(self, text: str) -> None:
         if text:
