@@ -115,8 +115,10 @@ TOOLS = [
 
 
 async def list_tools(ctx, params) -> types.ListToolsResult:
-    """Two pages of tools, without those that were retired."""
+    """Two pages of tools, without those that were retired, or with one twice."""
     tools = [item for item in TOOLS if item.name not in retired and item.name != said("without")]
+    if said("twice"):
+        tools.append(tools[-1])
     if params is None or params.cursor is None:
         return types.ListToolsResult(tools=tools[:5], next_cursor="rest")
     return types.ListToolsResult(tools=tools[5:])
@@ -309,7 +311,9 @@ async def serve_http(port: int) -> None:
     """Serve over HTTP; some paths answer badly."""
     import uvicorn
 
-    app = server.streamable_http_app(json_response="JSON_RESPONSE" in os.environ)
+    app = server.streamable_http_app(
+        json_response="JSON_RESPONSE" in os.environ, stateless_http="STATELESS" in os.environ
+    )
 
     async def answer(send, status: int, body: bytes = b"", **headers: str) -> None:
         pairs = [(key.replace("_", "-").encode(), value.encode()) for key, value in headers.items()]

@@ -296,22 +296,23 @@ async def test_endless_output_is_cut_off(place, name: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("startup", "words"),
+    ("startup", "timeout_s", "words"),
     [
-        ("exit", "exit code 7; stderr ends with 'cannot start with ***'"),
-        ("silent", "no answer within 1.0 s"),
-        ("babble", "no messages, the first 'Welcome!'"),
+        ("exit", 30, "exit code 7; stderr ends with 'cannot start with ***'"),
+        ("silent", 1, "no answer within 1.0 s"),
+        ("babble", 3, "no messages, the first 'Welcome!'"),
     ],
 )
-def test_a_server_that_does_not_start(place, monkeypatch, startup: str, words: str) -> None:
+def test_a_server_that_does_not_start(place, monkeypatch, startup: str, timeout_s: float, words: str) -> None:
     """A server that ends, says nothing or says something else is a clear error in time, and leaves no process."""
     monkeypatch.setattr("ostinato_tools.mcp.stdio.EXIT_GRACE_S", 0.2)
-    entry = place.entry({"start_timeout_s": 1, "max_retries": 1}, env={"STARTUP": startup, "TOKEN": TOKEN})
+    config = {"start_timeout_s": timeout_s, "max_retries": int(startup == "exit")}
+    entry = place.entry(config, env={"STARTUP": startup, "TOKEN": TOKEN})
     with pytest.raises(ToolInfrastructureError, match=r"MCP server 'odd' must be reachable.*tools\.yaml") as caught:
         place.load(entry)
     assert words in str(caught.value)
     assert TOKEN not in str(caught.value)
-    assert place.notes("start") == 2
+    assert place.notes("start") == 1 + config["max_retries"]
     assert all(gone(pid) for pid in place.pids)
 
 
@@ -339,6 +340,13 @@ async def test_a_tool_that_is_no_longer_offered(place, caplog) -> None:
     assert place.notes("echo") == 0
     assert (await one(registry, "add", {"a": 1, "b": 2})).kind is OutcomeKind.OK
     assert "changed or gone: echo" in caplog.text
+
+
+def test_a_tool_that_is_listed_twice(place) -> None:
+    """Two tools of one name on one server are refused."""
+    place.tell("twice", "yes")
+    with pytest.raises(ToolInfrastructureError, match="lists two tools named 'complex'"):
+        place.load(place.entry())
 
 
 async def test_trajectories_have_sessions_of_their_own(place) -> None:
@@ -420,7 +428,9 @@ def test_collisions_name_both_places(odd, shared_place) -> None:
     """A server's tool that has the name of another tool is refused naming both, and a prefix cures it."""
     entry = shared_place.entry(mcp={"tool_selected_list": ["echo"]})
     native = {"class_name": "ostinato_tools.testing.echo"}
-    with pytest.raises(DuplicateToolError, match=r"'echo' in .*tools\[0\], MCP server 'odd' and in .*tools\[1\]"):
+    with pytest.raises(
+        DuplicateToolError, match=r"in .*tools\[0\], tool 'echo' of MCP server 'odd' and in .*tools\[1\]"
+    ):
         shared_place.load(entry, native)
     entry["mcp"]["name_prefix"] = "far_"
     registry = shared_place.load(entry, native)

@@ -244,11 +244,25 @@ async def test_a_forgotten_session_of_a_trajectory_is_not_replaced(mortal) -> No
 
 async def test_one_broken_answer_leaves_its_siblings(service) -> None:
     """A call that hangs, one whose answer is too large and one that is fine, at once in one session."""
-    async with ToolExecutor(service.load(), timeout_s=2).open("t") as tools:
-        outcomes = await tools.run(
-            [make_call("hang"), make_call("big", {"size": 2 * LIMIT}), make_call("echo", {"text": "fine"})]
-        )
+    registry = service.load()
+    outcomes = await asyncio.gather(
+        one(registry, "hang", timeout_s=1),
+        one(registry, "big", {"size": 2 * LIMIT}),
+        one(registry, "echo", {"text": "fine"}),
+    )
     assert [outcome.kind for outcome in outcomes] == ["timeout", "tool_error", "ok"]
+
+
+def test_a_server_without_sessions_cannot_keep_a_trajectory_s_state(tmp_path) -> None:
+    """`session: trajectory` with a server that gives no session is refused, where `shared` works."""
+    service = Service(tmp_path, STATELESS="1")
+    try:
+        with pytest.raises(ToolInfrastructureError, match="it keeps no sessions over HTTP; write session: shared"):
+            service.load({"session": "trajectory"})
+        assert asyncio.run(one(service.load(), "echo", {"text": "x"})).kind is OutcomeKind.OK
+    finally:
+        close_mcp_servers()
+        service.stop()
 
 
 def test_nobody_listening(tmp_path) -> None:

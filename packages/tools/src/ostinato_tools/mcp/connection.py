@@ -49,7 +49,8 @@ class Connection:
         self.doubtful = False
         """A request met a network failure, or the server has forgotten the session: the next call should open another."""
         self._options = options
-        self._mode = "legacy" if stateful and isinstance(spec, HttpServer) else "auto"
+        self._needs_session = stateful and isinstance(spec, HttpServer)
+        self._mode = "legacy" if self._needs_session else "auto"  # the newest protocol has no sessions over HTTP
         self._redact = redactor_of(spec)
         self._report = StdioReport(spec.name, self._redact)
         self._notes = HttpNotes()
@@ -167,6 +168,8 @@ class Connection:
         try:
             with self._scope:
                 async with self._session() as client:
+                    if self._needs_session and not self._notes.has_session:
+                        raise Refused("it keeps no sessions over HTTP; write session: shared")
                     await self._relist(client)
                     self._client = client
                     self._ready.set()
@@ -210,7 +213,10 @@ class Connection:
         cursor: str | None = None
         for _ in range(MAX_PAGES):
             page = await client.list_tools(cursor=cursor)
-            tools.update((tool.name, tool) for tool in page.tools)
+            for tool in page.tools:
+                if tool.name in tools:
+                    raise Refused(f"the server lists two tools named {tool.name!r}")
+                tools[tool.name] = tool
             cursor = page.next_cursor
             if cursor is None:
                 self.tools = tools
@@ -236,7 +242,7 @@ class Connection:
 
     def _is_permanent(self) -> bool:
         """Whether trying again is pointless: there is no such program, or the address or the credentials are wrong."""
-        if isinstance(self._failure, OSError) and self._report.end is None:
+        if isinstance(self._failure, Refused) or (isinstance(self._failure, OSError) and self._report.end is None):
             return True
         status = self._notes.status
         return self._notes.failure is None and status is not None and status < 500 and status not in (408, 425, 429)

@@ -99,6 +99,8 @@ def describe_error(error: BaseException) -> str:
         text = error.message
     elif isinstance(error, OSError) and error.strerror:
         text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    elif isinstance(error, Refused):
+        text = str(error)
     else:
         text = f"{type(error).__name__}: {error}"
     return _one_line(text)

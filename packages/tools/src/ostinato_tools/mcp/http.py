@@ -15,6 +15,7 @@ from ostinato_tools.mcp.config import HttpServer
 CONNECT_TIMEOUT_S = 30.0
 READ_TIMEOUT_S = 3600.0
 """Seconds without a byte of an answer; long, because a call has its own deadline, and some calls take long."""
+_SESSION_HEADER = "mcp-session-id"
 _FAILED = 502
 _NO_TERMINATION = 405
 """What the SDK takes as `a session need not be ended`: nothing is to be said about one whose server is gone."""
@@ -32,6 +33,8 @@ class HttpNotes:
         """Why an answer was not accepted."""
         self.too_large = False
         """It was not accepted for its size."""
+        self.has_session = False
+        """The server gave a session's id."""
         self.reached = False
         """A request may have reached the server."""
 
@@ -72,6 +75,7 @@ class _Client(httpx2.AsyncClient):
             notes.reached |= not isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.PoolTimeout)
             return httpx2.Response(_NO_TERMINATION if request.method == "DELETE" else _FAILED, request=request)
         notes.reached = True
+        notes.has_session |= _SESSION_HEADER in response.headers
         notes.status = response.status_code if response.status_code >= 300 else None
         encoding = response.headers.get("content-encoding", "identity")
         if encoding != "identity":

@@ -60,7 +60,7 @@ def add_mcp_tools(
     for server, tools in zip(servers, offered, strict=True):
         for name, tool in tools.items():
             if wanted is None or name in wanted:
-                where = f"{place}, MCP server {server.spec.name!r}"
+                where = f"{place}, tool {name!r} of MCP server {server.spec.name!r}"
                 repeatable = policy.get("idempotent", _says_repeatable(tool)) is True
                 binding = McpBinding(server=server, tool_name=name, repeatable=repeatable)
                 registry.add_class(
@@ -103,7 +103,7 @@ def _schema(tool: "types.Tool", prefix: str, place: str) -> dict:
     parameters = tool.input_schema
     if parameters.get("type") != "object":
         raise ToolSchemaError(
-            f"inputSchema of tool {tool.name!r} of {place} must be of type object, got {parameters.get('type')!r}; "
+            f"inputSchema of {place} must be of type object, got {parameters.get('type')!r}; "
             "leave the tool out with tool_selected_list"
         )
     description = tool.description or tool.title or ""
