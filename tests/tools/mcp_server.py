@@ -115,8 +115,10 @@ TOOLS = [
 
 
 async def list_tools(ctx, params) -> types.ListToolsResult:
-    """Two pages of tools, without those that were retired, or with one twice."""
+    """Two pages of tools, without those that were retired, or with one twice or one of any schema."""
     tools = [item for item in TOOLS if item.name not in retired and item.name != said("without")]
+    if said("schema"):
+        tools.append(tool("odd", json.loads(said("schema"))))
     if said("twice"):
         tools.append(tools[-1])
     if params is None or params.cursor is None:

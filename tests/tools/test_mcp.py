@@ -23,6 +23,7 @@ from ostinato_tools import (
     ToolOutcome,
     ToolRegistry,
     ToolResponse,
+    ToolSchemaError,
     load_tools,
 )
 from ostinato_tools.mcp import McpResult, McpTool, close_mcp_servers
@@ -347,6 +348,16 @@ def test_a_tool_that_is_listed_twice(place) -> None:
     place.tell("twice", "yes")
     with pytest.raises(ToolInfrastructureError, match="lists two tools named 'complex'"):
         place.load(place.entry())
+
+
+def test_a_schema_that_is_none_is_named_and_can_be_left_out(place) -> None:
+    """A schema that cannot be used is refused naming server and tool, and the server's other tools can be had without it."""
+    place.tell("schema", json.dumps({"type": "object", "properties": {"a": {"type": "whole"}}}))
+    with pytest.raises(
+        ToolSchemaError, match=r"tool 'odd' of MCP server 'odd' .*properties\.a.*with tool_selected_list"
+    ):
+        place.load(place.entry())
+    assert place.load(place.entry(mcp={"tool_selected_list": ["echo"]})).names == ("echo",)
 
 
 async def test_trajectories_have_sessions_of_their_own(place) -> None:

@@ -35,6 +35,7 @@ def add_mcp_tools(
         ToolConfigError: the entry says something that cannot be meant, or selects a tool that no server offers.
         ToolImportError: the extra `mcp` is missing.
         ToolInfrastructureError: a server cannot be reached.
+        ToolSchemaError: a tool that is selected has a schema that is none.
         DuplicateToolError: two tools have one name; both places are named.
     """
     if not (isinstance(tool_class, type) and issubclass(tool_class, McpTool)):
@@ -63,13 +64,17 @@ def add_mcp_tools(
                 where = f"{place}, tool {name!r} of MCP server {server.spec.name!r}"
                 repeatable = policy.get("idempotent", _says_repeatable(tool)) is True
                 binding = McpBinding(server=server, tool_name=name, repeatable=repeatable)
-                registry.add_class(
-                    tool_class,
-                    config={**config, BINDING: binding},
-                    tool_schema=_schema(tool, selection.name_prefix, where),
-                    place=where,
-                    policy=policy,
-                )
+                schema = _schema(tool, selection.name_prefix)
+                _register(registry, tool_class, {**config, BINDING: binding}, schema, policy, where)
+
+
+def _register(
+    registry: ToolRegistry, tool_class: type[McpTool], config: dict, schema: dict, policy: dict, place: str
+) -> None:
+    try:
+        registry.add_class(tool_class, config=config, tool_schema=schema, place=place, policy=policy)
+    except ToolSchemaError as error:  # nobody here can correct a schema of the server's
+        raise ToolSchemaError(f"{error}; correct the server, or leave the tool out with tool_selected_list") from error
 
 
 async def _list_all(servers: list[McpServer], options: McpOptions) -> "list[dict[str, types.Tool]]":
@@ -99,15 +104,9 @@ def _check_selection(wanted: set[str] | None, servers: list[McpServer], offered:
         raise ToolConfigError(f"the servers of {place} must offer a tool, got none from {names}; check the servers")
 
 
-def _schema(tool: "types.Tool", prefix: str, place: str) -> dict:
-    parameters = tool.input_schema
-    if parameters.get("type") != "object":
-        raise ToolSchemaError(
-            f"inputSchema of {place} must be of type object, got {parameters.get('type')!r}; "
-            "leave the tool out with tool_selected_list"
-        )
+def _schema(tool: "types.Tool", prefix: str) -> dict:
     description = tool.description or tool.title or ""
-    function = {"name": prefix + tool.name, "description": description, "parameters": parameters}
+    function = {"name": prefix + tool.name, "description": description, "parameters": tool.input_schema}
     return {"type": "function", "function": function}
 
 
