@@ -4,7 +4,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-NOT_BENCHMARKS = {"__init__", "__main__", "peers", "matrix_script", "matrix_templates", "tokenization_peer"}
+NOT_BENCHMARKS = {
+    "__init__",
+    "__main__",
+    "peers",
+    "matrix_script",
+    "matrix_templates",
+    "tokenization_peer",
+    "tool_turns",
+}
 
 
 def main() -> int:
