@@ -103,6 +103,9 @@ def test_names_and_recipients() -> None:
     """The prefix of functions is no part of the name; others are; an empty name, or a call in code, is an error."""
     assert outcomes(PARSER.parse("<|channel|>commentary to=browser.search<|message|>{}")) == [("browser.search", {})]
     assert outcomes(PARSER.parse(call("functions.f", "{}"))) == [("functions.f", {})]
+    spaced = PARSER.parse(" to=functions.my <tool> 2 <|channel|>commentary json<|message|>{}<|call|>")
+    assert outcomes(spaced) == [("my <tool> 2", {})]
+    assert PARSER.parse("<|channel|>final to=user<|message|>Hi.").content == "Hi."
     (empty,) = PARSER.parse(call("", "{}")).tool_calls
     assert (empty.name, empty.arguments) == ("", None)
     assert "must not be empty" in str(empty.error)

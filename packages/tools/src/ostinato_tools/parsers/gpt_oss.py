@@ -3,13 +3,14 @@ r"""The format of gpt-oss (harmony): a turn is a row of messages, each with a he
 `<|start|>assistant<|channel|>CHANNEL<|message|>TEXT<|end|>`, where the prompt has already written the first
 `<|start|>assistant`. What a message is, its header says:
 
-- `to=functions.NAME`, before or behind the channel and on whichever channel: a call, whose text is the arguments as JSON.
+- `to=functions.NAME`, before or behind the channel and on whichever channel: a call, whose text is the arguments as JSON
+  (`to=all` and `to=user` make none).
 - channel `analysis`: reasoning. A header quoted in it is text.
 - channel `final`, or `commentary` without a recipient (a preamble): content.
 
 The last message may lack its closing tag, which is a stop token that engines take away: `<|return|>` behind the content,
 `<|call|>` behind a call. A call ends at a tag outside of its JSON's strings. Recipients outside of `functions` keep their
-whole name. It cannot express: names with white space or `<`.
+whole name. It cannot express: names with white space at either end, and behind the channel none with white space or `<`.
 """
 
 import re
@@ -94,7 +95,12 @@ def _read_header(turn: Turn, has_role: bool) -> Steps[_Header | None]:
 def _parse_header(header: str, has_role: bool) -> _Header:
     """Take apart what stands before `<|message|>`; `has_role`: behind a `<|start|>`, so that it begins with the role."""
     before, _, behind = header.partition(_CHANNEL)
-    recipient = _RECIPIENT.search(before) or _RECIPIENT.search(behind)
+    head, _, recipient = before.partition("to=")  # before the channel nothing stands behind it: it may have spaces
+    recipient = recipient.partition("<|constrain|>")[0].strip() if not head or head[-1].isspace() else ""
+    if not recipient and (named := _RECIPIENT.search(behind)):
+        recipient = named.group(1)
+    if recipient in ("all", "user"):
+        recipient = ""
     found = _CHANNEL_NAME.match(behind)
     channel = found.group(1) if found else ""
     role = before.split(maxsplit=1)[0] if has_role and before.strip() else "assistant"
@@ -103,7 +109,7 @@ def _parse_header(header: str, has_role: bool) -> _Header:
         error = f"the role of a message must be assistant, got {role!r}; write only messages of your own"
     elif channel not in ("analysis", "commentary", "final"):
         error = f"the channel must be analysis, commentary or final, got {channel!r}; write one of them"
-    return _Header(channel, recipient.group(1) if recipient else "", role == "assistant", error)
+    return _Header(channel, recipient, role == "assistant", error)
 
 
 def _read_text(turn: Turn, header: _Header) -> Steps[str]:
