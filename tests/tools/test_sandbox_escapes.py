@@ -10,6 +10,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -330,6 +331,36 @@ async def test_library_cannot_be_poisoned(run: Run, needs) -> None:
     await refused(run, code + "os.chmod(folder + '/os.py', 0o777)", "OSError", "PermissionError")
 
 
+async def test_files_of_the_parent_cannot_be_changed(run: Run, needs, tmp_path: Path) -> None:
+    """Neither their content, nor their modes, times or names, where the parent's user could."""
+    needs("files")
+    target = tmp_path / "target"
+    target.write_text("treasure")
+    target.chmod(0o600)
+    before = target.stat()
+    for attempt in (
+        "os.chmod(path, 0o777)",
+        "os.utime(path, (1, 1))",
+        "os.setxattr(path, 'user.x', b'x')",
+        "os.chown(path, os.getuid(), os.getgid())",
+        "os.truncate(path, 0)",
+        "os.rename(path, path + '2')",
+        "os.unlink(path)",
+        "os.link(path, 'mine')",
+        "open(path, 'w')",
+    ):
+        await refused(
+            run, f"import os; path = {str(target)!r}; {attempt}", "FileNotFoundError", "PermissionError", "OSError"
+        )
+    after = target.stat()
+    assert (after.st_mode, after.st_mtime, after.st_ctime, after.st_size) == (
+        before.st_mode,
+        before.st_mtime,
+        before.st_ctime,
+        before.st_size,
+    )
+
+
 @pytest.mark.skipif(not LINUX, reason="/proc and /sys are Linux's")
 async def test_kernel_settings_cannot_be_written(run: Run) -> None:
     """The usual ways to run a program as root through the kernel's own settings are closed."""
@@ -348,6 +379,35 @@ async def test_devices_cannot_be_made(run: Run) -> None:
     code = "import os, stat; os.mknod('disk', 0o666 | stat.S_IFBLK, os.makedev(254, 0)); open('disk', 'rb').read(512)"
     await refused(run, code, "PermissionError", "Operation not permitted")
     await refused(run, "open('/dev/vda', 'rb')", "FileNotFoundError", "PermissionError")
+
+
+async def test_scratch_folder_is_removed_whatever_is_in_it(config: dict, tmp_path: Path, monkeypatch) -> None:
+    """Links to the parent's files, closed folders and depth beyond any path do not keep the scratch folder or take more away."""
+    folder = Path(tempfile.mkdtemp())  # pytest's own is closed to the worker's user
+    folder.chmod(0o755)
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    (precious := tmp_path / "precious").mkdir()
+    (precious / "file").write_text("kept")
+    code = f"""
+        import os
+        os.symlink({str(precious)!r}, 'link')
+        os.mkdir('closed'); os.symlink({str(precious / "file")!r}, 'closed/link'); open('closed/f', 'w').close()
+        try: os.chmod('closed', 0)
+        except PermissionError: pass
+        os.mkfifo('fifo')
+        top = os.open('.', os.O_RDONLY)
+        for _ in range(400):
+            os.mkdir('d' * 200); os.chdir('d' * 200)
+        os.fchdir(top)
+        try: os.chmod('.', 0)
+        except PermissionError: pass
+        try: os.rename('.', '../moved')
+        except OSError: pass
+        print('filled')"""
+    async with opened(config) as tools:
+        assert text_of(await call(tools, dedent(code))) == "filled"
+    folder.rmdir()
+    assert (precious / "file").read_text() == "kept"
 
 
 # Networks.
@@ -399,6 +459,44 @@ async def test_unix_sockets_of_the_host_are_refused(run: Run, needs, tmp_path: P
         await refused(run, code, "PermissionError", "OSError")
 
 
+async def test_datagrams_from_a_pair_of_sockets_go_nowhere(run: Run, needs, tmp_path: Path) -> None:
+    """A pair of datagram sockets, which needs no connection, cannot be turned towards a daemon's socket."""
+    needs("network", "system_calls")
+    with listening(socket.SOCK_DGRAM, socket.AF_UNIX, os.path.relpath(tmp_path / "s")):
+        code = "import _socket; pair = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_DGRAM)"
+        await refused(run, code, "PermissionError")
+        code = f"""
+            import _socket
+            one = _socket.socketpair()[0]
+            for attempt in (lambda: one.connect({str(tmp_path / "s")!r}), lambda: one.bind('mine')):
+                try: attempt()
+                except PermissionError: print('refused')
+            one.sendto(b'x', {str(tmp_path / "s")!r})"""
+        outcome = await run(dedent(code))
+        assert text_of(outcome).startswith("refused\nrefused\nTraceback")
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the other door of this machine")
+async def test_calls_of_another_machine_end_the_interpreter(run: Run, needs) -> None:
+    """The numbers of 32-bit programs, by which a filter that reads numbers alone could be passed, are deadly."""
+    needs("system_calls")
+    code = """
+        import ctypes
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        page = libc.mmap(None, 4096, 7, 0x22, -1, 0)
+        words = bytes.fromhex('53 b8 67010000 bb 02000000 b9 01000000 31d2 cd80 5b c3')  # socket(2, 1, 0) by int 0x80
+        ctypes.memmove(page, words, len(words))
+        ctypes.CFUNCTYPE(ctypes.c_int)(page)()"""
+    outcome = await run(dedent(code))
+    assert outcome.kind is OutcomeKind.TOOL_ERROR
+    assert "SIG" in text_of(outcome)
+    code = (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nlibc.syscall(0x40000029, 2, 1, 0), ctypes.get_errno()"
+    )
+    assert text_of(await run(code)) == "(-1, 38)"
+
+
 @pytest.mark.skipif(not LINUX, reason="families of Linux")
 async def test_other_families_are_refused(run: Run, needs) -> None:
     """Neither raw packets nor netlink, nor the virtual machine's socket to its host, which no network namespace holds back."""
@@ -441,6 +539,22 @@ async def test_signals_reach_no_other_process(run: Run, needs, victim: subproces
         await refused(run, f"import os; os.kill({target}, 9)", "ProcessLookupError", "PermissionError")
         await refused(run, f"import os; os.killpg({target}, 9)", "ProcessLookupError", "PermissionError")
     await run("import os; os.kill(-1, 9)")
+
+
+async def test_other_processes_cannot_be_slowed_or_limited(run: Run, needs, victim: subprocess.Popen) -> None:
+    """Without a signal, too, nothing can be done to a process of the parent's: no priority, no processor, no limit."""
+    needs("other_processes", "system_calls")
+    for target in (victim.pid, os.getpid()):
+        for attempt in (
+            f"os.setpriority(os.PRIO_PROCESS, {target}, 19)",
+            f"os.sched_setaffinity({target}, [0])",
+            f"os.sched_setscheduler({target}, os.SCHED_IDLE, os.sched_param(0))",
+            f"__import__('resource').prlimit({target}, 7, (9, 9))",
+        ):
+            await refused(run, f"import os; {attempt}", "ProcessLookupError", "PermissionError")
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    await run(f"import os; os.setpriority(os.PRIO_USER, {os.getuid()}, 19)")
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 @pytest.mark.skipif(not LINUX, reason="system calls of Linux")

@@ -139,7 +139,13 @@ class ProcessBackend:
         with self._lock:
             room = self._config.max_workers - len(self._used)
             while not self._closed and len(self._spares) < min(self._config.warm_workers, room):
-                self._spares.append(Worker(self._config))
+                try:
+                    self._spares.append(Worker(self._config))
+                except (
+                    ToolInfrastructureError
+                ) as error:  # this trajectory has its worker; one that lacks it is told then
+                    _logger.warning("no worker could be kept warm: %s", error)
+                    return
 
     def _check(self, report: tuple[Enforcement, ...]) -> None:
         self._remember(report)

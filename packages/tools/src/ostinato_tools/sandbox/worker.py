@@ -88,10 +88,22 @@ class Worker:
         self._folders: tuple[str, ...] = ()
         self._useless = False
         self._ended: _Told | None = None
-        self._control, control = socket.socketpair()
-        self._channel, channel = socket.socketpair()
-        self._output, output = os.pipe()
         try:
+            self._start()
+        except OSError as error:
+            raise ToolInfrastructureError(
+                f"a sandbox process must start, got {error}; see what the system lacks"
+            ) from error
+
+    def _start(self) -> None:
+        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as theirs:
+            self._control, control = _pair(on_failure, theirs)
+            self._channel, channel = _pair(on_failure, theirs)
+            self._output, output = os.pipe()
+            on_failure.callback(os.close, self._output)
+            theirs.callback(os.close, output)
+            for descriptor in (self._control.fileno(), self._channel.fileno(), self._output):
+                os.set_blocking(descriptor, False)
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_INSIDE), str(control.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -104,18 +116,9 @@ class Worker:
             )
             own: dict[str, Any] = {"channel_fd": channel.fileno(), "output_fd": output}
             own |= {"parent": os.getpid(), "folder": tempfile.gettempdir()}
-            self._control.sendall(_frame(config.as_settings() | own))
-        except OSError as error:
-            self.abandon()
-            raise ToolInfrastructureError(
-                f"a sandbox process must start, got {error}; see what the system lacks"
-            ) from error
-        finally:
-            control.close()
-            channel.close()
-            os.close(output)
-        for descriptor in (self._control.fileno(), self._channel.fileno(), self._output):
-            os.set_blocking(descriptor, False)
+            with contextlib.suppress(BrokenPipeError):  # it has ended already, which waiting for it will tell
+                self._control.sendall(_frame(self._config.as_settings() | own))
+            on_failure.pop_all()
 
     async def ready(self) -> None:
         """Wait until the code can come; the caller sets the deadline.
@@ -212,10 +215,14 @@ class Worker:
             ended = await self._end()
         finally:
             self.abandon()
-        if ended is None:
-            left = self._clean_for_warden()
+        if ended is None and self._process.poll() is None:
             raise ToolInfrastructureError(
-                f"a sandbox must be ended by its warden, got one that died or took {_CLEANUP_S:g} s; left are {left or 'no'} folders"
+                f"a sandbox must end within {_CLEANUP_S:g} s, got one that still removes its files; it goes on by itself"
+            )
+        if ended is None:
+            left = await asyncio.to_thread(self._clean_for_warden)
+            raise ToolInfrastructureError(
+                f"a sandbox must be ended by its warden, got one that was killed; left are {left or 'no'} folders"
             )
         if ended.left:
             raise ToolInfrastructureError(f"a sandbox must leave nothing behind, got {', '.join(ended.left)}")
@@ -231,10 +238,9 @@ class Worker:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CLEANUP_S):
                     self._ended = await self._last_word()
-        if self._ended is None:
-            self._process.kill()
-        while self._process.poll() is None:  # noqa: ASYNC110 - it has ended or was killed: only a moment is left
-            await asyncio.sleep(0.001)
+                    while self._process.poll() is None:  # noqa: ASYNC110 - it has said its last word: a moment is left
+                        await asyncio.sleep(0.001)
+        self._process.poll()
         return self._ended
 
     def _clean_for_warden(self) -> list[str]:
@@ -315,6 +321,13 @@ class _Collected:
     def text(self) -> str:
         """Return what was kept, with a mark where bytes are no text."""
         return self._kept.decode("utf-8", "replace")
+
+
+def _pair(on_failure: contextlib.ExitStack, theirs: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:
+    ours, other = socket.socketpair()
+    on_failure.enter_context(ours)
+    theirs.enter_context(other)
+    return ours, other
 
 
 def _frame(message: dict[str, Any]) -> bytes:

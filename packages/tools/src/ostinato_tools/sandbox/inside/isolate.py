@@ -51,25 +51,25 @@ _MORE_NAMESPACES = (syscalls.CLONE_NEWIPC, syscalls.CLONE_NEWUTS, syscalls.CLONE
 class Isolation:
     """One worker's way into its sandbox; `enter` takes all steps and leaves `facts` and `scratch`."""
 
-    def __init__(
-        self, settings: dict[str, Any], base: str, *, uid: int, namespaces: bool, signals_refused: str
-    ) -> None:
+    def __init__(self, settings: dict[str, Any], base: str, *, uid: int, own_user: bool, namespaces: bool) -> None:
         """Prepare the steps.
 
         Args:
             settings: The worker's settings, as `SandboxConfig.as_settings` gives them.
             base: An empty folder, the scratch folder or the place of the new root.
             uid: User to become, and group; the present one where it shall be kept.
+            own_user: Whether nothing else runs as that user.
             namespaces: Whether this process is the first of a PID namespace.
-            signals_refused: By what else foreign processes are safe from signals of this one; empty if by nothing.
         """
         self.facts = Facts()
         self.scratch = base
         self._settings = settings
         self._base = base
         self._uid = uid
+        self._gid = os.getgid() if uid == os.getuid() else uid
         self._namespaces = namespaces
-        self._signals_refused = signals_refused
+        self._own_user = own_user
+        self._signals_scoped = False
         self._own_root = False
         self._readable = filesystem.readable_paths(settings["packages"])  # while links can still be followed
 
@@ -84,7 +84,7 @@ class Isolation:
             file.write("1000")  # where memory runs out, this goes before anything of the parent's
         self._leave_namespaces()
         if not self._own_root:
-            os.chown(self._base, self._uid, self._uid if self._uid != os.getuid() else os.getgid())
+            self._make_scratch()
             self._keep_library_reachable()
         self._limit()
         self._drop_root()
@@ -99,7 +99,6 @@ class Isolation:
             return
         facts.holds("no_leftovers", "PID namespace")
         facts.holds("other_processes", "PID namespace")
-        self._signals_refused = "PID namespace"
         try:
             syscalls.unshare(syscalls.CLONE_NEWNET)
         except OSError as error:
@@ -115,7 +114,7 @@ class Isolation:
                 self._base,
                 packages=self._settings["packages"],
                 uid=self._uid,
-                gid=self._uid if self._uid != os.getuid() else os.getgid(),
+                gid=self._gid,
                 disk_bytes=self._settings["disk_bytes"],
                 new_processes=True,
             )
@@ -127,6 +126,13 @@ class Isolation:
         self.scratch = filesystem.SCRATCH
         facts.holds("files", "mount namespace" + (f" ({missing})" if missing else ""))
         facts.holds("disk_total", "size of the scratch folder's own file system")
+
+    def _make_scratch(self) -> None:
+        """A folder inside of the base, so that its owner can neither rename it nor put something else in its place."""
+        os.chmod(self._base, 0o711)
+        self.scratch = os.path.join(self._base, "scratch")
+        os.mkdir(self.scratch, 0o700)
+        os.chown(self.scratch, self._uid, self._gid)
 
     def _keep_library_reachable(self) -> None:
         """Import what is imported most, where the user to become could not read Python's library any more."""
@@ -183,10 +189,10 @@ class Isolation:
             os.setgroups([])
             setters = (getattr(os, "setresgid", None), getattr(os, "setresuid", None))
             if setters[0] and setters[1]:
-                setters[0](self._uid, self._uid, self._uid)
+                setters[0](self._gid, self._gid, self._gid)
                 setters[1](self._uid, self._uid, self._uid)
             else:
-                os.setgid(self._uid)
+                os.setgid(self._gid)
                 os.setuid(self._uid)
         if LINUX:
             with contextlib.suppress(OSError):
@@ -212,7 +218,9 @@ class Isolation:
                 facts.lacks(name, "system call filter: left out by configuration")
             return
         try:
-            seccomp.install(only_own_signals=not self._signals_refused)
+            among_equals = not (self._own_user or (self._namespaces and self._own_root))
+            only_own_signals = not (self._own_user or self._namespaces or self._signals_scoped)
+            seccomp.install(among_equals=among_equals, only_own_signals=only_own_signals)
         except OSError as error:
             for name in ("system_calls", "network"):
                 facts.lacks(name, f"system call filter: {error}")
@@ -236,7 +244,7 @@ class Isolation:
         facts.holds("files", f"Landlock {offered}")
         if offered >= 6:
             facts.holds("other_processes", f"Landlock {offered}")
-            self._signals_refused = self._signals_refused or "Landlock"
+            self._signals_scoped = True
 
     def _check(self) -> None:
         """Try what must fail now: what was set up without an error may still not hold."""

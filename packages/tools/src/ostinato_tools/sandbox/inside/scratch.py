@@ -8,50 +8,49 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 def remove(path: str) -> None:
     """Remove a folder and everything in it, once nothing runs any more that writes there.
 
-    A folder found in it is emptied into the top one before it is removed: so two descriptors are enough for any depth.
+    One descriptor walks down and, by `..`, up again: so neither the depth of a tree nor the length of its paths matters.
 
     Args:
         path: The folder; nothing happens where there is none.
 
     Raises:
-        OSError: something cannot be removed.
+        OSError: something cannot be removed, or something still moves folders about.
     """
     try:
-        top = os.open(path, _FLAGS)
+        here = os.open(path, _FLAGS)
     except FileNotFoundError:
         return
     try:
-        os.fchmod(top, 0o700)
-        number = 0
-        while names := os.listdir(top):
-            for name in names:
-                if not _unlinked(name, top):
-                    number = _lift(name, top, number)
-                    os.rmdir(name, dir_fd=top)
+        levels = [(_identity(here), _cleared(here))]
+        while True:
+            while folders := levels[-1][1]:
+                here = _replaced(here, _opened(folders[-1], here))
+                levels.append((_identity(here), _cleared(here)))
+            levels.pop()
+            if not levels:
+                break
+            here = _replaced(here, os.open("..", _FLAGS, dir_fd=here))
+            identity, folders = levels[-1]
+            if _identity(here) != identity:
+                raise OSError(f"a folder was moved while {path} was being removed")
+            os.rmdir(folders.pop(), dir_fd=here)
     finally:
-        os.close(top)
+        os.close(here)
     os.rmdir(path)
 
 
-def _lift(name: str, top: int, number: int) -> int:
-    """Empty the folder `name`; folders in it move up, under names that nothing has."""
-    folder = _opened(name, top)
+def _cleared(folder: int) -> list[str]:
+    """Unlink what is no folder; returns the names of the folders in it."""
+    os.fchmod(folder, 0o700)
+    return [name for name in os.listdir(folder) if not _is_unlinked(name, folder)]
+
+
+def _is_unlinked(name: str, parent: int) -> bool:
     try:
-        os.fchmod(folder, 0o700)
-        for inner in os.listdir(folder):
-            if not _unlinked(inner, folder):
-                os.chmod(inner, 0o700, dir_fd=folder)  # moving a folder writes its entry `..`
-                while True:
-                    number += 1
-                    try:
-                        os.mkdir(f".{number}", dir_fd=top)
-                        break
-                    except FileExistsError:
-                        continue
-                os.rename(inner, f".{number}", src_dir_fd=folder, dst_dir_fd=top)
-    finally:
-        os.close(folder)
-    return number
+        os.unlink(name, dir_fd=parent)
+    except (IsADirectoryError, PermissionError):  # the second: what unlinking a folder gives on macOS
+        return False
+    return True
 
 
 def _opened(name: str, parent: int) -> int:
@@ -62,10 +61,11 @@ def _opened(name: str, parent: int) -> int:
         return os.open(name, _FLAGS, dir_fd=parent)
 
 
-def _unlinked(name: str, parent: int) -> bool:
-    """Whether `name` was no folder and is gone now."""
-    try:
-        os.unlink(name, dir_fd=parent)
-    except (IsADirectoryError, PermissionError):  # the second: what unlinking a folder gives on macOS
-        return False
-    return True
+def _replaced(old: int, new: int) -> int:
+    os.close(old)
+    return new
+
+
+def _identity(folder: int) -> tuple[int, int]:
+    status = os.fstat(folder)
+    return status.st_dev, status.st_ino

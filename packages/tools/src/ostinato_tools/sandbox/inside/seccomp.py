@@ -19,6 +19,9 @@ _NEWEST = 451
 REFUSED: dict[str, tuple[int | None, int | None]] = {
     # Network, and the ring by which sockets could be made past a filter.
     "socket": (41, 198),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
@@ -106,6 +109,36 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
 }
 """System calls that are refused whatever their arguments: numbers on x86_64 and on aarch64."""
 
+REFUSED_AMONG_EQUALS: dict[str, tuple[int | None, int | None]] = {
+    # What may be done to any process of one's own user, and is no signal.
+    "setpriority": (141, 140),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "ioprio_set": (251, 30),
+    "process_mrelease": (448, 448),
+    # What may be done to any file of one's own user, and Landlock does not see.
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+}
+"""System calls that are refused where the parent's processes and files are of the same user and in sight."""
+
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _IOCTL = {"x86_64": 16, "aarch64": 29}
@@ -117,19 +150,20 @@ _SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
 _NEW_NAMESPACES = 0x7E020000
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22
-_AF_UNIX = 1
+_SOCK_STREAM = 1
 _RLIMIT_CORE = 4
 
-_LOAD, _EQUAL, _GREATER, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
+_LOAD, _EQUAL, _GREATER, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
 _ALLOW, _KILL_PROCESS = 0x7FFF0000, 0x80000000
 _EPERM, _ENOSYS = 0x00050000 | 1, 0x00050000 | 38
 _NUMBER_AT, _ARCH_AT, _ARGUMENT_AT = 0, 4, 16
 
 
-def install(*, only_own_signals: bool) -> None:
+def install(*, among_equals: bool, only_own_signals: bool) -> None:
     """Put the filter on this process; no_new_privs must be set.
 
     Args:
+        among_equals: Whether the parent's processes and files are of the same user and in sight.
         only_own_signals: Also refuse signals to any process but this one, for places where nothing else does.
 
     Raises:
@@ -138,13 +172,14 @@ def install(*, only_own_signals: bool) -> None:
     machine = os.uname().machine
     if machine not in _ARCH or sys.byteorder != "little":
         raise OSError(errno.ENOSYS, f"no system call numbers are known for {machine}")
-    program = _program(machine, os.getpid() if only_own_signals else None)
+    refused = REFUSED | (REFUSED_AMONG_EQUALS if among_equals else {})
+    program = _program(machine, refused, os.getpid() if only_own_signals else None)
     code = ctypes.create_string_buffer(program, len(program))
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code)))
     prctl(_PR_SET_SECCOMP, 2, ctypes.addressof(header))
 
 
-def _program(machine: str, signal_target: int | None) -> bytes:
+def _program(machine: str, refused: dict[str, tuple[int | None, int | None]], signal_target: int | None) -> bytes:
     column = 0 if machine == "x86_64" else 1
     lines = [
         _line(_LOAD, _ARCH_AT),
@@ -155,16 +190,17 @@ def _program(machine: str, signal_target: int | None) -> bytes:
         _line(_RETURN, _ENOSYS),
         *_when(_CLONE3, [_line(_RETURN, _ENOSYS)]),  # its flags are out of a filter's reach; libc goes back to clone
         *_when(_CLONE[machine], _refuse_if(0, _ANY_BIT, _NEW_NAMESPACES)),
-        *_when(_SOCKETPAIR[machine], _allow_only(0, _AF_UNIX)),
+        # Streams stay with their pair; a datagram could be sent from one to any other socket.
+        *_when(_SOCKETPAIR[machine], _allow_only(1, _SOCK_STREAM, of_bits=0xF)),
         *_when(_PRCTL[machine], _refuse_if(0, _EQUAL, _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE)),
         *_when(_SETRLIMIT[machine], _refuse_if(0, _EQUAL, _RLIMIT_CORE)),
-        *_when(_PRLIMIT[machine], _refuse_if(1, _EQUAL, _RLIMIT_CORE)),
+        *_when(_PRLIMIT[machine], [*_refuse_unless(0, 0), *_refuse_if(1, _EQUAL, _RLIMIT_CORE)]),
         *_when(_IOCTL[machine], _refuse_if(1, _EQUAL, _TIOCSTI, _TIOCLINUX)),
     ]
     if signal_target is not None:
         for number in _KILL[machine]:
             lines += _when(number, _allow_only(0, signal_target))
-    for numbers in REFUSED.values():
+    for numbers in refused.values():
         number = numbers[column]
         if number is not None:
             lines += _when(number, [_line(_RETURN, _EPERM)])
@@ -187,10 +223,14 @@ def _refuse_if(argument: int, test: int, *values: int) -> list[bytes]:
     return [*lines, _line(_RETURN, _ALLOW)]
 
 
-def _allow_only(argument: int, value: int) -> list[bytes]:
+def _refuse_unless(argument: int, value: int, *, of_bits: int = 0xFFFFFFFF) -> list[bytes]:
     return [
         _line(_LOAD, _ARGUMENT_AT + 8 * argument),
-        _line(_EQUAL, value, no=1),
-        _line(_RETURN, _ALLOW),
+        _line(_AND, of_bits),
+        _line(_EQUAL, value, yes=1),
         _line(_RETURN, _EPERM),
     ]
+
+
+def _allow_only(argument: int, value: int, *, of_bits: int = 0xFFFFFFFF) -> list[bytes]:
+    return [*_refuse_unless(argument, value, of_bits=of_bits), _line(_RETURN, _ALLOW)]

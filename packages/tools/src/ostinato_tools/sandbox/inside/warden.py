@@ -178,8 +178,8 @@ class Warden:
                 self._settings,
                 self._base,
                 uid=self._uid,
+                own_user=self._has_own_user(),
                 namespaces=self._namespaces,
-                signals_refused="user of its own" if self._has_own_user() else "",
             )
             isolation.enter()
             channel = self._settings["channel_fd"]
