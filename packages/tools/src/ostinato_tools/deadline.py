@@ -6,6 +6,7 @@ does not end when it is cancelled. What is not: a coroutine that blocks the even
 """
 
 import asyncio
+import functools
 import logging
 from collections.abc import Coroutine
 from typing import Any
@@ -100,7 +101,7 @@ async def run_bounded(
     try:
         await waiter
     except asyncio.CancelledError:
-        task.add_done_callback(lambda task: running.pop(task, None))  # it may outlive this call
+        task.add_done_callback(functools.partial(_forget, running))  # it may outlive this call
         await stop({task: waiter}, what)
         if task.done():
             coroutine.close()  # it may have been cancelled before its first step
@@ -144,6 +145,10 @@ async def _contain(coroutine: Coroutine[Any, Any, Any], waiter: asyncio.Future) 
         raise ToolGone(f"it tried to end the process with code {error.code!r}") from error
     finally:
         _wake(waiter)
+
+
+def _forget(running: dict[asyncio.Task, asyncio.Future], task: asyncio.Task) -> None:
+    running.pop(task, None)
 
 
 def _wake(waiter: asyncio.Future) -> None:

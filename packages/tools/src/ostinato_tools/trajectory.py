@@ -76,7 +76,7 @@ class TrajectoryTools:
         self._bound = bound
         self._tools_kwargs = tools_kwargs
         self._slots: dict[str, _Slot] = {}
-        self._begun: list[tuple[BoundTool, BaseTool, str]] = []
+        self._begun: dict[str, tuple[BoundTool, BaseTool]] = {}
         self._running: dict[asyncio.Task, asyncio.Future] = {}
         self._num_calls: dict[str, int] = {}
         self._scope: dict = {}
@@ -290,7 +290,7 @@ class TrajectoryTools:
 
     async def _begin(self, bound: "BoundTool", tool: BaseTool, instance_id: str) -> None:
         # Here rather than by the caller: a create that is cancelled before its first step asks for no release.
-        self._begun.append((bound, tool, instance_id))
+        self._begun[instance_id] = (bound, tool)
         await tool.create(instance_id, **self._kwargs(bound.name, "create_kwargs"))
 
     def _failed(self, bound: "BoundTool", error: Exception) -> CallFailed:
@@ -316,7 +316,7 @@ class TrajectoryTools:
             await stop(dict(self._running), f"tools of trajectory {self.trajectory_id}")
             self._running.clear()
         while self._begun:
-            bound, tool, instance_id = self._begun.pop()
+            instance_id, (bound, tool) = self._begun.popitem()
             name = bound.name
             try:
                 coroutine = _call(tool.release, instance_id, kwargs=self._kwargs(name, "release_kwargs"))
