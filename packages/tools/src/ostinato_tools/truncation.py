@@ -27,6 +27,9 @@ _MARKS = {
     TruncateSide.MIDDLE: "...(truncated)...",
 }
 
+_CHARACTERS_A_TOKEN = 16
+"""More than texts have, but for long runs of one character."""
+
 
 def as_truncate_side(value: str) -> TruncateSide:
     """Return the side that `value` names.
@@ -88,6 +91,9 @@ def truncate_tokens(text: str, max_tokens: int, side: TruncateSide, encode: Call
     Returns:
         `text` itself where it is short enough.
     """
+    # A part may have more tokens than the whole, so a text that is not very long is first taken as a whole.
+    if len(text) <= _CHARACTERS_A_TOKEN * max_tokens and len(encode(text)) <= max_tokens:
+        return text
     if _num_fitting(text, max_tokens, encode, from_end=False) == len(text):
         return text
     head_tokens, tail_tokens = _shares(max_tokens, side)
