@@ -69,15 +69,14 @@ def _as_id_array(token_ids: Sequence[int]) -> array[int]:
         raise LedgerError(f"token_ids must be integers, got {type(token_ids).__name__}; pass a list or array('i')")
     try:
         if type(token_ids) is array and token_ids.typecode == "i":
-            packed = token_ids.tobytes()
+            ids, packed = token_ids, token_ids.tobytes()
         else:
             packed = array("I", token_ids).tobytes()  # several times faster than from a list to array("i")
+            ids = array("i", packed)
     except (TypeError, ValueError, OverflowError) as error:
         if isinstance(error, OverflowError) and min(token_ids) < 0:
             raise _negative_id(token_ids) from error
         raise LedgerError(f"token_ids must be integers below 2**31, got {error}; pass the ids as sampled") from error
-    ids = array("i")
-    ids.frombytes(packed)
     if not packed[_SIGN_BYTE :: ids.itemsize].isascii():
         if min(token_ids) < 0:
             raise _negative_id(token_ids)
