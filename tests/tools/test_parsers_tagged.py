@@ -259,6 +259,18 @@ def test_a_bad_call_leaves_its_siblings(name: str, index: int) -> None:
 
 
 @ALL
+def test_a_value_does_not_swallow_the_next_one(name: str) -> None:
+    """A value that lacks its closing tag is an error if a parameter of the tool is lost in it; else the tag is text."""
+    tags, parser = FORMATS[name], get_parser(name)
+    whole = tags.section(tags.call_of("f", {"x": "1", "y": "2"}))
+    broken = whole.replace(tags.parameter[2], "", 1)
+    (call,) = parser.parse(broken, [tool("f", {"x": {}, "y": {}})]).tool_calls
+    assert (call.arguments, "must end before y begins" in str(call.error)) == (None, True)
+    (call,) = parser.parse(broken, [tool("f", {"x": {}})]).tool_calls
+    assert call.arguments == {"x": f"1\n{tags.parameter[0]}y{tags.parameter[1]}2"}
+
+
+@ALL
 def test_an_unclosed_call_is_an_error_and_is_not_run(name: str) -> None:
     """A call cut off anywhere is no call but an error; the calls before and behind it are."""
     tags = FORMATS[name]

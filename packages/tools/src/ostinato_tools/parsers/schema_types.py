@@ -44,6 +44,12 @@ class ParameterTypes:
     def __init__(self, parameters: Mapping) -> None:
         self._root = parameters
 
+    @property
+    def names(self) -> Sequence[str]:
+        """The parameters that the schema names."""
+        properties = self._root.get("properties")
+        return list(properties) if isinstance(properties, Mapping) else []
+
     def schema(self, parameter: str) -> Any:
         """Return the schema of a parameter; None if nothing is known."""
         properties = self._root.get("properties")

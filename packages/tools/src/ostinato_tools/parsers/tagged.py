@@ -7,7 +7,8 @@ outermost are calls. If an outer one is never closed, it is an error, and those 
 that lacks its end does not take the next one with it.
 
 What stays ambiguous, for no reader could know: a value that holds its closing tag followed by the tag that comes next in
-the format is read as ending there. A parameter that is then there twice makes the call an error.
+the format is read as ending there. A parameter that is then there twice makes the call an error, and so does one that the
+tool has and the call lacks, but that begins inside of a value: that value has lost its closing tag.
 
 Every text is read once, whatever nests in what: open calls are kept on a stack.
 """
@@ -269,11 +270,23 @@ class _Reading:
     def _tell(self, calls: list[_Found]) -> None:
         for name, values, raw in calls:
             types = self.turn.types.of(name)
-            arguments = {key: self.format.value(types, key, text) for key, text in values}
-            if len(arguments) == len(values):
-                self.turn.add_call(name, arguments, raw)
-                continue
-            keys = [key for key, _ in values]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            error = f"the parameters of {name} must each be there once, got {twice} more often; write each once"
-            self.turn.add_call(name, None, raw, error)
+            error = _fault(self.format, types, name, values)
+            arguments = {key: self.format.value(types, key, text) for key, text in values} if error is None else None
+            self.turn.add_call(name, arguments, raw, error)
+
+
+def _fault(tags: TaggedFormat, types: ParameterTypes, name: str, values: list[tuple[str, str]]) -> str | None:
+    """Say what is wrong with the parameters of a call, if anything is."""
+    opening, behind, closing = tags.parameter_tags
+    keys = {key for key, _ in values}
+    if len(keys) < len(values):
+        twice = next(key for key in keys if sum(key == other for other, _ in values) > 1)
+        return f"the parameters of {name} must each be there once, got {twice} more often; write each once"
+    for key, text in values:
+        if opening in text:  # a parameter that the call lacks, in a value: then the value lacks its closing tag
+            lost = next(
+                (other for other in types.names if other not in keys and opening + other + behind in text), None
+            )
+            if lost is not None:
+                return f"the value of {key} of {name} must end before {lost} begins; write {closing} behind it"
+    return None
