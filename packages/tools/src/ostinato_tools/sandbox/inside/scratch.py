@@ -17,7 +17,7 @@ def remove(path: str) -> None:
         OSError: something cannot be removed, or something still moves folders about.
     """
     try:
-        here = os.open(path, _FLAGS)
+        here = _opened(path)
     except FileNotFoundError:
         return
     try:
@@ -53,10 +53,10 @@ def _is_unlinked(name: str, parent: int) -> bool:
     return True
 
 
-def _opened(name: str, parent: int) -> int:
+def _opened(name: str, parent: int | None = None) -> int:
     try:
         return os.open(name, _FLAGS, dir_fd=parent)
-    except PermissionError:
+    except PermissionError:  # a folder that is closed; a link would have been refused for another reason
         os.chmod(name, 0o700, dir_fd=parent)
         return os.open(name, _FLAGS, dir_fd=parent)
 
