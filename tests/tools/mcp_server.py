@@ -46,6 +46,7 @@ if __name__ == "__main__":
 import mcp_types as types  # noqa: E402
 from mcp.server import Server  # noqa: E402
 from mcp.server.stdio import stdio_server  # noqa: E402
+from mcp.server.subscriptions import InMemorySubscriptionBus, ListenHandler, ToolsListChanged  # noqa: E402
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 COMPLEX = {
@@ -261,6 +262,7 @@ async def retire(ctx, arguments):
     """A tool is no longer offered."""
     retired.add(arguments["text"])
     await ctx.session.send_tool_list_changed()
+    await bus.publish(ToolsListChanged())
     return text("retired")
 
 
@@ -300,7 +302,10 @@ HANDLERS = {
     "leave_child": leave_child,
     "complex": complex_,
 }
-server = Server("misbehaving", on_list_tools=list_tools, on_call_tool=call_tool)
+bus = InMemorySubscriptionBus()
+server = Server(
+    "misbehaving", on_list_tools=list_tools, on_call_tool=call_tool, on_subscriptions_listen=ListenHandler(bus)
+)
 
 
 async def serve_stdio() -> None:

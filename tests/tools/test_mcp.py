@@ -330,6 +330,19 @@ def test_a_missing_program_is_not_tried_again(place) -> None:
         place.load(entry)
 
 
+async def test_a_withdrawn_tool_is_noticed(place) -> None:
+    """A server that says that its tools changed is asked again, and a call of a tool that is gone is infrastructure."""
+    async with ToolExecutor(place.load(place.entry()), max_response_length=None).open("t") as tools:
+        await tools.run([make_call("retire", {"text": "echo"})])
+        for _ in range(100):  # the notice travels beside the answers
+            (outcome,) = await tools.run([make_call("echo", {"text": "x"})])
+            if outcome.kind is OutcomeKind.INFRASTRUCTURE:
+                break
+        (other,) = await tools.run([make_call("add", {"a": 1, "b": 2})])
+    assert "offers no tool 'echo' any more" in outcome.message["content"]
+    assert other.kind is OutcomeKind.OK
+
+
 async def test_a_tool_that_is_no_longer_offered(place, caplog) -> None:
     """A tool that is gone when the server starts anew is infrastructure, other tools go on, and the log names it."""
     registry = place.load(place.entry())

@@ -136,9 +136,10 @@ async def test_trajectories_have_sessions_of_their_own(service) -> None:
     assert service.notes("delete") == ended + 2
 
 
-async def test_a_withdrawn_tool_is_noticed_in_a_session(mortal) -> None:
+@pytest.mark.parametrize("session", ["shared", "trajectory"])
+async def test_a_withdrawn_tool_is_noticed(mortal, session: str) -> None:
     """A server that says that its tools changed is asked again, and a call of a tool that is gone is infrastructure."""
-    async with ToolExecutor(mortal.load({"session": "trajectory"}), max_response_length=None).open("t") as tools:
+    async with ToolExecutor(mortal.load({"session": session}), max_response_length=None).open("t") as tools:
         await tools.run([make_call("retire", {"text": "echo"})])
         for _ in range(100):  # the notice travels on a stream of its own
             (outcome,) = await tools.run([make_call("echo", {"text": "x"})])

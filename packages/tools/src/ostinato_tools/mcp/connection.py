@@ -17,6 +17,7 @@ import anyio
 import mcp_types as types
 from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
+from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 
 from ostinato_tools.mcp import background
 from ostinato_tools.mcp.config import HttpServer, McpOptions, ServerSpec, StdioServer, redactor_of
@@ -167,13 +168,15 @@ class Connection:
         NOTES.set(self._notes)
         try:
             with self._scope:
-                async with self._session() as client:
+                async with self._session() as client, anyio.create_task_group() as watchers:
                     if self._needs_session and not self._notes.has_session:
                         raise Refused("it keeps no sessions over HTTP; write session: shared")
                     await self._relist(client)
                     self._client = client
                     self._ready.set()
+                    watchers.start_soon(self._watch, client)
                     await self._ending.wait()
+                    watchers.cancel_scope.cancel()
         except Exception as error:  # the session's end is recorded; those who wait for it raise
             self._failure = root_cause(error)
             _logger.debug(
@@ -202,6 +205,20 @@ class Connection:
                 client_info=types.Implementation(name="ostinato-tools", version=version("ostinato-tools")),
             )
             yield await stack.enter_async_context(client)
+
+    async def _watch(self, client: Client) -> None:
+        """Learn of changed tools under the newest protocol, where one has to ask for notices."""
+        tools = client.server_capabilities.tools
+        if client.protocol_version not in MODERN_PROTOCOL_VERSIONS or tools is None or not tools.list_changed:
+            return
+        NOTES.set(HttpNotes())  # what becomes of this request says nothing about the session
+        try:
+            async with client.listen(tools_list_changed=True) as notices:
+                async for _ in notices:
+                    self._tools_changed = True
+        except Exception as error:  # the server gives no notices, or no longer
+            _logger.debug("MCP server %s gives no notices: %s", self.spec.name, self._redact(describe_error(error)))
+        self._tools_changed = True
 
     async def _on_message(self, message: Any) -> None:
         if isinstance(message, types.ToolListChangedNotification):
