@@ -11,6 +11,7 @@ from ostinato_tools.base import BaseTool
 from ostinato_tools.calls import OutcomeKind, ToolCall, ToolOutcome
 from ostinato_tools.errors import (
     DuplicateToolError,
+    ParserInputError,
     ToolArgumentError,
     ToolClosedError,
     ToolConfigError,
@@ -31,7 +32,7 @@ from ostinato_tools.errors import (
 from ostinato_tools.executor import ToolExecutor
 from ostinato_tools.function import FunctionTool, function_tool
 from ostinato_tools.loading import load_tools
-from ostinato_tools.parsers import HermesParser, ParsedTurn, ToolParser, get_parser
+from ostinato_tools.parsers import HermesParser, ParsedTurn, ToolParser, get_parser, parser_for
 from ostinato_tools.policies import ToolPolicy
 from ostinato_tools.registry import ToolRegistry
 from ostinato_tools.responses import ToolResponse
@@ -46,6 +47,7 @@ __all__ = [
     "HermesParser",
     "OutcomeKind",
     "ParsedTurn",
+    "ParserInputError",
     "ToolArgumentError",
     "ToolCall",
     "ToolClosedError",
@@ -76,4 +78,5 @@ __all__ = [
     "function_tool",
     "get_parser",
     "load_tools",
+    "parser_for",
 ]

@@ -10,7 +10,6 @@ from ostinato_tools.calls import OutcomeKind
 from ostinato_tools.deadline import Deadlines
 from ostinato_tools.errors import ToolClosedError, ToolConfigError
 from ostinato_tools.guards import Guard
-from ostinato_tools.processes import stop_idle_processes
 from ostinato_tools.registry import ToolDefinition, ToolRegistry
 from ostinato_tools.stats import ToolStats
 from ostinato_tools.trajectory import TrajectoryTools
@@ -156,6 +155,8 @@ class ToolExecutor:
         while self._open:
             await asyncio.gather(*(tools.close() for tools in tuple(self._open)))
         if any(tool.definition.runs_in_process for tool in self._tools.values()):
+            from ostinato_tools.processes import stop_idle_processes
+
             await asyncio.to_thread(stop_idle_processes)
 
     def shorten(self, text: str) -> str:

@@ -8,14 +8,16 @@ import functools
 import inspect
 from collections.abc import Callable, Coroutine
 from types import FunctionType
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from ostinato_tools.errors import ToolDefinitionError
 from ostinato_tools.inference import infer_schema
 from ostinato_tools.policies import ToolPolicy
-from ostinato_tools.processes import FunctionReference, reference_to, run_in_process
 from ostinato_tools.schema import check_tool_schema
 from ostinato_tools.threads import run_in_thread
+
+if TYPE_CHECKING:
+    from ostinato_tools.processes import FunctionReference
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -69,13 +71,15 @@ class FunctionTool:
             getattr(function, "__call__", None)  # noqa: B004 - an object whose __call__ is a coroutine function
         )
         self._is_plain = isinstance(function, FunctionType) and bool(function.__code__.co_flags & inspect.CO_COROUTINE)
-        self._reference: FunctionReference | None = None
+        self._reference: "FunctionReference | None" = None
         if process:
             if self._asynchronous:
                 raise ToolDefinitionError(
                     f"function of {place} must be synchronous to run in a process, got an asynchronous one; "
                     "write `def`, or leave process out"
                 )
+            from ostinato_tools.processes import reference_to
+
             self._reference = reference_to(function, place)
         functools.update_wrapper(self, function)
 
@@ -129,6 +133,8 @@ class FunctionTool:
         if self._asynchronous:
             return await self.function(**arguments)
         if self._reference is not None:
+            from ostinato_tools.processes import run_in_process
+
             return await run_in_process(self._reference, arguments)
         result = await run_in_thread(functools.partial(self.function, **arguments))
         return await result if inspect.isawaitable(result) else result
