@@ -224,6 +224,25 @@ def test_unclosed_reasoning_runs_nothing(name: str, opened: str) -> None:
     assert "never closed" in turn.errors[0]
 
 
+@every_tag_format
+@pytest.mark.parametrize("opened", ["model", "prompt", "prompt, not told"])
+def test_calls_in_reasoning_count_if_asked(name: str, opened: str) -> None:
+    """With `calls_in_reasoning` a call in tags counts wherever it stands; the reasoning around it stays reasoning."""
+    (opening, closing), *_ = get_parser(name).reasoning_tags  # type: ignore[attr-defined]
+    first, last = {"llama3_json": ("<|python_tag|>", ""), "pythonic": ("<|tool_call_start|>", "<|tool_call_end|>")}.get(
+        name, ("", "")
+    )
+    inner, real = f"{first}{RENDERERS[name](ONE)}{last}", RENDERERS[name]([("g", {"x": 2})])
+    text = f"{opening if opened == 'model' else ''}so be it {inner} and on{closing}{real}"
+    turn = parse(name, text, in_reasoning=opened == "prompt", calls_in_reasoning=True)
+    assert calls_of(turn) == [*ONE, ("g", {"x": 2})]
+    assert len({call.id for call in turn.tool_calls}) == 2
+    assert (turn.content, turn.errors) == ("", ())
+    assert (turn.reasoning or "").startswith("so be it ")
+    assert (turn.reasoning or "").endswith(" and on")
+    assert calls_of(parse(name, text, in_reasoning=opened == "prompt")) == [("g", {"x": 2})]
+
+
 @every_format
 def test_a_format_names_what_opens_reasoning(name: str) -> None:
     """A prompt that ends with one of `reasoning_openers` has opened reasoning: what the turn begins with is reasoning."""
@@ -344,7 +363,7 @@ def test_a_stream_is_the_whole_text(name: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
     if data.draw(st.booleans()):
         cuts = list(range(len(text)))
-    options = {"in_reasoning": data.draw(st.booleans()), "late_reasoning": data.draw(st.booleans())}
+    options = {key: data.draw(st.booleans()) for key in ("in_reasoning", "late_reasoning", "calls_in_reasoning")}
     whole = parser.parse(text, TOOLS, **options)
     stream = parser.stream(TOOLS, **options)
     deltas = [
@@ -402,21 +421,21 @@ def test_a_stream_holds_back_end_tokens() -> None:
 @every_format
 @pytest.mark.timeout(120)
 def test_hostile_text_ends(name: str) -> None:
-    """Hundreds of kilobytes of any tag with what opens strings and brackets behind it are parsed, whole and as a stream;
-    at quadratic cost this would take many minutes."""
+    """Tens of kilobytes of any tag with what opens strings and brackets behind it are parsed, whole and as a stream;
+    at quadratic cost this would take minutes (growth itself is measured by the benchmark)."""
     parser = get_parser(name)
     tags = tags_of(parser)
     for tag in tags:
         for behind in ("", '"', '{"', '{"name": "', "[f('"):
             unit = tag + behind
-            parser.parse(tags[0] + unit * (150_000 // len(unit)), TOOLS)
+            parser.parse(tags[0] + unit * (60_000 // len(unit)), TOOLS)
     stream = parser.stream(TOOLS)
-    for _ in range(100_000):
+    for _ in range(50_000):
         stream.feed("{")
     stream.finish()
     stream = parser.stream(TOOLS)
     stream.feed(RENDERERS[name]([("f", {"y": "Q"})]).partition("Q")[0])
-    for _ in range(100_000):
+    for _ in range(50_000):
         stream.feed("ab")
     assert not any(isinstance(delta, CallDelta) for delta in stream.drain())
     stream.finish()

@@ -37,6 +37,14 @@ def test_llama_calls_stand_at_the_beginning() -> None:
     assert LLAMA.stop_tokens == ("<|eom_id|>",)
 
 
+def test_llama_4_writes_content_before_calls() -> None:
+    """What Llama 4 says before a call stands between tags of its own; several calls have nothing between them."""
+    call = '{"name": "f", "parameters": {"x": 1}}'
+    turn = LLAMA.parse(f"<|python_start|>I will look.<|python_end|>{call}{call}<|eom|>")
+    assert (good(turn), turn.content, turn.errors) == ([("f", {"x": 1})] * 2, "I will look.", ())
+    assert good(LLAMA.parse(f"<|python_start|>{call}<|python_end|><|eot|>")) == [("f", {"x": 1})]
+
+
 @pytest.mark.parametrize(
     "text",
     [

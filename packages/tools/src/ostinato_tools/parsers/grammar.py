@@ -43,6 +43,7 @@ class Format(ABC):
         end_tokens: Sequence[str] | None = None,
         in_reasoning: bool = False,
         late_reasoning: bool = True,
+        calls_in_reasoning: bool = False,
     ) -> ParsedTurn:
         """Take a turn apart; see `ToolParser.parse`.
 
@@ -54,6 +55,7 @@ class Format(ABC):
             in_reasoning: The prompt ended inside reasoning, so the text begins there.
             late_reasoning: A closing tag of reasoning that nothing opened makes everything before it reasoning, as if
                 `in_reasoning` had been given. Else it is an error.
+            calls_in_reasoning: Calls inside reasoning count, where the format sets them off by tags. Else they are drafts.
         """
         tokens = self.end_tokens if end_tokens is None else end_tokens
         turn = Turn(
@@ -63,6 +65,7 @@ class Format(ABC):
             id_prefix=id_prefix,
             in_reasoning=in_reasoning,
             late_reasoning=late_reasoning,
+            calls_in_reasoning=calls_in_reasoning,
             make_id=self.make_id,
         )
         next(self.grammar(turn), None)
@@ -76,6 +79,7 @@ class Format(ABC):
         end_tokens: Sequence[str] | None = None,
         in_reasoning: bool = False,
         late_reasoning: bool = False,
+        calls_in_reasoning: bool = False,
     ) -> TurnStream:
         """Begin to parse a turn that is being sampled. The arguments are those of `parse`.
 
@@ -92,6 +96,7 @@ class Format(ABC):
             id_prefix=id_prefix,
             in_reasoning=in_reasoning,
             late_reasoning=late_reasoning,
+            calls_in_reasoning=calls_in_reasoning,
             make_id=self.make_id,
         )
         return GrammarStream(self.grammar, turn, self.end_tokens if end_tokens is None else end_tokens)
@@ -120,6 +125,7 @@ class TagFormat(Format):
         self.reasoning_openers = tuple(self._closing)
         self._opening = Tags(*self._closing) if self._closing else None
         self._end_reasoning = {closing: Tags(closing) for closing in self._closing.values()}
+        self._in_reasoning = {closing: Tags(closing, *self.openers) for closing in self._end_reasoning}
         self._tags = Tags(*self.openers, *self.closers, *self._closing, *self._end_reasoning)
 
     @abstractmethod
@@ -153,7 +159,10 @@ class TagFormat(Format):
                 turn.keep()
 
     def _read_reasoning(self, turn: Turn, closing: str) -> Steps[None]:
-        if not (yield from turn.reasoning_until(self._end_reasoning[closing])):
+        tags = self._in_reasoning[closing] if turn.calls_in_reasoning else self._end_reasoning[closing]
+        while (tag := (yield from turn.reasoning_until(tags))) in self.openers:
+            yield from self.read_call(turn, tag)
+        if not tag:
             turn.add_error(f"the reasoning is never closed; write {closing} before the answer or a call")
         turn.begin_content("\n")
 

@@ -1,7 +1,8 @@
-"""The JSON format of Llama 3: a turn that is `{"name": ..., "parameters": {...}}`, several separated by `;`.
+"""The JSON format of Llama 3 and 4: a turn that is `{"name": ..., "parameters": {...}}`, several with `;` or nothing between.
 
-A call stands where content begins, behind another call, or behind `<|python_tag|>`; JSON elsewhere in the content, and JSON
-without "parameters" (or "arguments", which is accepted), is content. Behind `<|python_tag|>` a built-in tool may also be
+A call stands where content begins, behind another call, or behind `<|python_tag|>`, `<|python_start|>` or `<|python_end|>`
+(which Llama 4 writes around what it says before a call); JSON elsewhere in the content, and JSON without "parameters" (or
+"arguments", which is accepted), is content. Behind `<|python_tag|>` a built-in tool may also be
 called as `name.call(key="value")`; any other code there is an error, since nothing here evaluates code.
 """
 
@@ -13,9 +14,9 @@ from ostinato_tools.parsers.literals import LiteralError, read_keywords
 from ostinato_tools.parsers.scanning import PYTHON, Tags
 from ostinato_tools.parsers.turn import Steps, Turn
 
-_OPEN = "<|python_tag|>"
+_OPEN, _AROUND = "<|python_tag|>", ("<|python_start|>", "<|python_end|>")
 _BEGINS, _SEPARATOR = Tags("{"), Tags(";")
-_BORDERS = Tags(";", _OPEN, "<think>", "</think>")
+_BORDERS = Tags(";", _OPEN, *_AROUND, "<think>", "</think>")
 _BUILT_IN = re.compile(r"(?:[^\W\d][\w.\-]{0,255})?")
 _CALL = ".call"
 _FIRST_KEYS = Tags(*(f'"{key}"' for key in ("name", "parameters", "arguments", "type", "id", "function")))
@@ -23,12 +24,12 @@ _READER = JsonCallReader("parameters", "arguments")
 
 
 class Llama3JsonParser(TagFormat):
-    """Parser of Llama 3's JSON format."""
+    """Parser of the JSON format of Llama 3 and 4."""
 
     name = "llama3_json"
-    openers = (_OPEN,)
+    openers = (_OPEN, *_AROUND)
     stop_tokens: tuple[str, ...] = ("<|eom_id|>",)
-    end_tokens = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+    end_tokens = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|eot|>", "<|eom|>")
 
     def read_start(self, turn: Turn) -> Steps[None]:
         """Read calls that stand where content begins."""
@@ -39,7 +40,7 @@ class Llama3JsonParser(TagFormat):
     def read_call(self, turn: Turn, opener: str) -> Steps[None]:
         """Read calls, or the call of a built-in tool."""
         start = yield from turn.skip_space(turn.position)
-        if (yield from self._read_calls(turn, start)):
+        if (yield from self._read_calls(turn, start)) or opener != _OPEN:
             return
         end = yield from turn.word_end(_BUILT_IN, start)
         name = turn.text[start:end]

@@ -3,9 +3,11 @@
 Nothing here backtracks: the regular expressions are possessive or plain alternatives of literals.
 """
 
+import json
 import re
 from typing import NamedTuple
 
+_decode_at = json.JSONDecoder().raw_decode
 _RUN = re.compile(r'(?:[^"\\<]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 """Text up to an unclosed string, or to a `<` or backslash outside of a string."""
 _IN_STRING = re.compile(r"(?:[^\"\\]++|\\.)*+", re.DOTALL)
@@ -140,6 +142,20 @@ class Bracketed:
             else:
                 return True
         return True
+
+
+def json_end(text: str, start: int) -> int:
+    """Return where the JSON object or array at `start` ends, as a decoder finds it; -1 if there is none that is whole.
+
+    `Bracketed` ends at the same place, but takes longer. To refuse a text, the decoder counts its lines: time in proportion
+    to the whole text, so this is to be asked again only while the answers are good.
+    """
+    if text[start : start + 1] not in ("{", "["):
+        return -1
+    try:
+        return _decode_at(text, start)[1]
+    except (ValueError, RecursionError):
+        return -1
 
 
 def _end_of(pattern: re.Pattern[str], text: str, start: int) -> int:

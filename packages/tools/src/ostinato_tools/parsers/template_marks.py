@@ -40,7 +40,8 @@ TEMPLATE_MARKS: dict[str, Marks] = {
             ("<|python_start|>",),
             ("func_name1(params_name1=",),
             ("List of tools: [",),
-        )
+        ),
+        ('{"name": function name, "parameters":',),
     ),
     "qwen3_coder": Marks((("<tool_call>", "<function=", "<parameter="),)),
     "seed_oss": Marks((("<seed:tool_call>",),)),

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from ostinato_tools.calls import ToolCall
 from ostinato_tools.parsers.base import CallDelta, ContentDelta, Delta, ErrorDelta, ParsedTurn, ReasoningDelta, assemble
-from ostinato_tools.parsers.scanning import JSON, Bracketed, Dialect, JsonRun, Tags
+from ostinato_tools.parsers.scanning import JSON, Bracketed, Dialect, JsonRun, Tags, json_end
 from ostinato_tools.parsers.schema_types import ToolTypes
 
 _T = TypeVar("_T")
@@ -34,6 +34,7 @@ class Turn:
         id_prefix: str = "call_",
         in_reasoning: bool = False,
         late_reasoning: bool = True,
+        calls_in_reasoning: bool = False,
         make_id: Callable[[str, int], str] = "{}{}".format,
     ) -> None:
         self.text = text
@@ -48,12 +49,15 @@ class Turn:
         """The prompt ended inside reasoning."""
         self.undecided = late_reasoning and not in_reasoning
         """A closing tag of reasoning may yet make everything before it reasoning (`reason_so_far`)."""
+        self.calls_in_reasoning = calls_in_reasoning
+        """Calls inside reasoning count."""
         self.deltas: list[Delta] = []
         self._id_prefix = id_prefix
         self._make_id = make_id
         self._ids: set[str] = set()
         self._errors: set[str] = set()
         self._num_calls = 0
+        self._has_broken_json = False
         self._content = _Passage(None)
         self._reasoning = _Passage("\n")
 
@@ -121,6 +125,10 @@ class Turn:
     def bracketed(self, start: int, dialect: Dialect = JSON) -> Steps[tuple[int, bool]]:
         """Return the end of what begins with a bracket at `start` (a JSON object, say), and True; where it is broken or
         never ends, how far it could be such a thing, and False."""
+        if self.ended and dialect is JSON and not self._has_broken_json:
+            if (end := json_end(self.text, start)) >= 0:
+                return end, True
+            self._has_broken_json = True  # the decoder's complaint takes time in proportion to the text: once is enough
         value = Bracketed(start, dialect)
         while not value.advance(self.text) and not self.ended:
             yield
@@ -178,9 +186,12 @@ class Turn:
 
     def reason_so_far(self, end: int) -> None:
         """All before `end` was reasoning, which the prompt had opened: what was found in it is dropped."""
-        self.deltas.clear()
-        self._num_calls = 0
-        self._ids.clear()
+        if self.calls_in_reasoning:
+            self.deltas = [delta for delta in self.deltas if isinstance(delta, CallDelta)]
+        else:
+            self.deltas.clear()
+            self._num_calls = 0
+            self._ids.clear()
         self._errors.clear()
         self._content = _Passage(None)
         self.position = 0
