@@ -54,12 +54,37 @@ def test_a_class_that_does_not_fit(server_file, name, message):
 
 
 def test_a_path_that_is_none(tmp_path):
-    """A missing file, a broken file and an unknown module are each named."""
+    """A missing file and an unknown module are each named."""
     with pytest.raises(EngineLoadError, match="existing Python file"):
         load_server_class(tmp_path / "none.py", "Mine")
-    broken = tmp_path / "broken.py"
-    broken.write_text("1/0")
-    with pytest.raises(EngineLoadError, match="ZeroDivisionError"):
-        load_server_class(broken, "Mine")
     with pytest.raises(EngineLoadError, match="no_such_module_here"):
         load_server_class("no_such_module_here", "Mine")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("1/0", r"ZeroDivisionError: division by zero \(line 1\)"),
+        ("x = 1\nraise SystemExit(3)", r"SystemExit: 3 \(line 2\)"),
+        ("import sys\nsys.exit('no licence')", r"SystemExit: no licence \(line 2\)"),
+        ("def broken(:", "SyntaxError"),
+    ],
+)
+def test_a_file_that_does_not_import(tmp_path, monkeypatch, source, message):
+    """Whatever a file raises while it is imported, an exit too, is one error with the line, by file and by module."""
+    file = tmp_path / "broken_server_file.py"
+    file.write_text(source)
+    for _ in range(2):  # nothing half-imported is left behind
+        with pytest.raises(EngineLoadError, match=message):
+            load_server_class(file, "Mine")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EngineLoadError, match=message.partition(":")[0]):
+        load_server_class("broken_server_file", "Mine")
+
+
+def test_an_interrupt_goes_through(tmp_path):
+    """Ctrl-C while a file is imported is no error of the file."""
+    file = tmp_path / "interrupted.py"
+    file.write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        load_server_class(file, "Mine")

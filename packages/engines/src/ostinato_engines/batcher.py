@@ -164,7 +164,7 @@ class Batcher:
         assert request is not None
         if not finite:
             outcome: TokenOutput | BaseException = NonFiniteLogitsError(
-                f"logits must be finite, got NaN or infinity for request {request.request_id!r}; check the last weight update"
+                f"logits must be finite, got NaN or infinity for {request}; check the last weight update"
             )
             request.release_at_end = True
         else:

@@ -1,9 +1,15 @@
-"""Finds a third party's server class by `{path, name}`. Knows nothing of what the class does."""
+"""Finds a third party's server class by `{path, name}`. Knows nothing of what the class does.
 
+Importing runs the third party's code: whatever it raises, `SystemExit` too, comes out as the caller's error. Only a
+`KeyboardInterrupt` and the like go through.
+"""
+
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 
@@ -40,7 +46,8 @@ def _load_file(file: Path) -> ModuleType:
     file = file.expanduser().resolve()
     if not file.is_file():
         raise EngineLoadError(f"path must be an existing Python file, got {file}; check custom_async_server.path")
-    module_name = f"_ostinato_server_{abs(hash(str(file))):x}_{file.stem}"
+    # The same name in every process, so that instances of the class pickle.
+    module_name = f"ostinato_server_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, file)
@@ -50,19 +57,26 @@ def _load_file(file: Path) -> ModuleType:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException as error:
         del sys.modules[module_name]
-        raise EngineLoadError(
-            f"{file} must import cleanly, got {type(error).__name__}: {error}; fix the file"
-        ) from error
+        if not isinstance(error, Exception | SystemExit):
+            raise
+        raise EngineLoadError(f"{file} must import cleanly, got {_place(error, file.name)}; mend the file") from error
     return module
 
 
 def _load_module(path: str) -> ModuleType:
     try:
         return importlib.import_module(path)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise EngineLoadError(
-            f"path must be a .py file or an importable module, got {path!r} ({type(error).__name__}: {error}); "
-            "install the package or give the file's path"
+            f"path must be a .py file or an importable module, got {path!r} ({_place(error, None)}); "
+            "install the package, mend the module, or give a file's path"
         ) from error
+
+
+def _place(error: BaseException, file_name: str | None) -> str:
+    """The error, with the line of the user's file that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((frame.lineno for frame in reversed(frames) if Path(frame.filename).name == file_name), None)
+    return f"{type(error).__name__}: {error}" + ("" if line is None else f" (line {line})")

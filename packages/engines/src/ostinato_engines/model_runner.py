@@ -6,6 +6,7 @@ that cannot hold are refused by name. Knows no requests and no sampling paramete
 
 import inspect
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -115,6 +116,17 @@ class ModelRunner:
         assert output_embeddings is not None
         self._hook = output_embeddings.register_forward_pre_hook(self._keep_last_positions)
         self._columns = torch.arange(0, device=self.device)
+
+    @classmethod
+    def probed(cls, model: PreTrainedModel, *, max_model_len: int) -> Self:
+        """A runner whose cache is known to fit the model; see `probe`."""
+        runner = cls(model, max_model_len=max_model_len)
+        try:
+            runner.probe()
+        except BaseException:
+            runner.close()
+            raise
+        return runner
 
     def close(self) -> None:
         """Takes our hook off the model and frees the cache."""

@@ -32,6 +32,9 @@ class Request:
     """Nobody waits for it any more: cancelled, aborted or answered."""
     release_at_end: bool = False
 
+    def __str__(self) -> str:
+        return f"request {self.request_id!r}"
+
     def serve_under(self, version: int, num_generated: int) -> None:
         """Notes that tokens from here on come from this policy version."""
         if self.spans and self.spans[-1][0] == num_generated:

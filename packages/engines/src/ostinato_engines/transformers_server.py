@@ -8,8 +8,7 @@ happens between steps, under the step loop's lock. Steps run in a worker thread,
 import asyncio
 import random
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from ostinato_engines import device as devices
 from ostinato_engines.chat import answer_chat
+from ostinato_engines.engine_status import EngineStatus
 from ostinato_engines.errors import (
     EngineClosedError,
     EngineCrashedError,
@@ -30,7 +30,6 @@ from ostinato_engines.server import AsyncServerBase, ChatCodec
 from ostinato_engines.step_loop import StepLoop
 from ostinato_engines.types import (
     Capabilities,
-    EngineState,
     Health,
     PauseMode,
     SamplingParams,
@@ -43,6 +42,7 @@ try:
     from ostinato_engines.batcher import Batcher, Ended
     from ostinato_engines.model_runner import ModelRunner, load_model, max_length_of
     from ostinato_engines.request import Request, checked_prompt
+    from ostinato_engines.request_desk import RequestDesk
     from ostinato_engines.sampling import stream_keys
     from ostinato_engines.weights import WeightWriter
 except ModuleNotFoundError as error:
@@ -107,8 +107,10 @@ class TransformersServer(AsyncServerBase):
         self._random = random.Random(seed)
         if max_model_len is not None:
             self.max_model_len = max_model_len
+        self._status = EngineStatus()
         self._runner: ModelRunner | None = None
         self._batcher: Batcher | None = None
+        self._desk: RequestDesk | None = None
         self._writer: WeightWriter | None = None
         self._steps = StepLoop(
             inline=full_determinism,
@@ -116,19 +118,9 @@ class TransformersServer(AsyncServerBase):
             prepare=self._prepare_step,
             step=self._step,
             deliver=self._deliver,
-            num_arrived=lambda: self._num_arrived,
+            num_arrived=lambda: 0 if self._desk is None else self._desk.num_arrived,
             crashed=self._crash,
         )
-        self._num_arrived = 0
-        self._waiting: deque[Request] = deque()
-        self._in_flight: dict[str, Request] = {}
-        self._abandoned: list[Request] = []
-        self._released: list[str] = []
-        self._paused: PauseMode | None = None
-        self._asleep: set[str] = set()
-        self._stale = False
-        self._closed = False
-        self._failure: BaseException | None = None
 
     # Life
 
@@ -139,48 +131,43 @@ class TransformersServer(AsyncServerBase):
             EngineLoadError: No such model.
             UnsupportedError: A model that this engine cannot serve.
         """
-        if self._closed:
+        if self._status.closed:
             raise EngineClosedError("server must not be shut down before start, got closed; create a new one")
-        if self._batcher is not None:
+        if self._status.loaded:
             return
         self._steps.bind()
         async with self._steps.between_steps():
-            if self._batcher is None:
+            if not self._status.loaded:
                 await self._steps.run(self._load)
 
     def _load(self) -> None:
         model = load_model(self._source, device=self._device, dtype=self._dtype)
         self.max_model_len = max_length_of(model, self._asked_max_model_len)
-        runner = ModelRunner(model, max_model_len=self.max_model_len)
-        try:
-            runner.probe()
-        except BaseException:
-            runner.close()
-            raise
-        self._runner = runner
+        self._runner = ModelRunner.probed(model, max_model_len=self.max_model_len)
         self._writer = WeightWriter(model, cast=self._cast_weights)
-        self._batcher = Batcher(runner, max_rows=self._max_num_seqs, prefill_tokens=self._prefill_chunk_tokens)
+        self._batcher = Batcher(self._runner, max_rows=self._max_num_seqs, prefill_tokens=self._prefill_chunk_tokens)
+        self._desk = RequestDesk(self._batcher)
+        self._status.loaded = True
 
     async def shutdown(self) -> None:
         """Fails requests in flight with `EngineClosedError` and frees everything; a second call does nothing."""
-        if self._closed:
+        if self._status.closed:
             return
-        self._closed = True
+        self._status.closed = True
         self._steps.bind()
         async with self._steps.between_steps():
-            self._fail_all(
-                lambda request: EngineClosedError(f"request {request.request_id!r} must end before shutdown")
-            )
+            if self._desk is not None:
+                self._desk.fail_all(lambda request: EngineClosedError(f"{request} must end before shutdown"))
             if self._runner is not None:
                 self._runner.close()
-            self._runner = self._batcher = self._writer = None
+            self._runner = self._batcher = self._desk = self._writer = None
         await self._steps.close()
 
     async def health(self) -> Health:
-        state, detail = self._state()
-        running = 0 if self._batcher is None else self._batcher.num_running
-        waiting = sum(not request.ended for request in self._waiting)
-        return Health(state, self.policy_version, min(running, len(self._in_flight)), waiting, detail)
+        state, detail = self._status.now()
+        if self._desk is None:
+            return Health(state, self.policy_version, detail=detail)
+        return Health(state, self.policy_version, self._desk.num_running, self._desk.num_waiting, detail)
 
     def capabilities(self) -> Capabilities:
         return Capabilities(
@@ -198,36 +185,13 @@ class TransformersServer(AsyncServerBase):
             chat_completion=self._codec is not None,
         )
 
-    def _state(self) -> tuple[EngineState, str]:
-        if self._closed:
-            return EngineState.CLOSED, "shut down; create a new server"
-        if self._failure is not None:
-            return EngineState.FAILED, f"crashed with {self._failure!r}; create a new server"
-        if self._batcher is None:
-            return EngineState.NEW, "not started; call start() first"
-        if self._asleep:
-            return EngineState.ASLEEP, f"asleep ({', '.join(sorted(self._asleep))}); call wake_up() first"
-        if self._stale:
-            return EngineState.STALE, "without complete weights; call update_weights() with all of them first"
-        if self._paused is not None:
-            return EngineState.PAUSED, f"paused ({self._paused}); call resume()"
-        return EngineState.READY, ""
-
-    def _serving(self) -> Batcher:
-        state, detail = self._state()
-        if state is EngineState.CLOSED:
-            raise EngineClosedError(f"server must be running, is {detail}")
-        if state is EngineState.FAILED:
-            raise EngineCrashedError(f"server must be running, has {detail}") from self._failure
-        if state not in (EngineState.READY, EngineState.PAUSED):
-            raise EngineNotReadyError(f"server must be ready, is {detail}")
+    def _parts(self) -> "tuple[Batcher, RequestDesk, WeightWriter]":
+        """What `start` made, of a server that is neither new, nor crashed, nor shut down."""
+        self._status.require_loaded()
         assert self._batcher is not None
-        return self._batcher
-
-    def _loaded(self) -> Batcher:
-        if self._batcher is None or self._failure is not None or self._closed:
-            return self._serving()
-        return self._batcher
+        assert self._desk is not None
+        assert self._writer is not None
+        return self._batcher, self._desk, self._writer
 
     # Requests
 
@@ -245,13 +209,11 @@ class TransformersServer(AsyncServerBase):
         """
         self.refuse_media(media)
         params = SamplingParams.from_mapping(sampling_params)
-        batcher = self._serving()
+        self._status.require_serving()
+        batcher, desk, _ = self._parts()
         self._steps.bind()
         prompt = checked_prompt(prompt_ids, vocab_size=batcher.vocab_size, max_model_len=self.max_model_len)
-        if request_id in self._in_flight:
-            raise EngineInputError(
-                f"request_id must not be in flight, got {request_id!r}; await its turn, or use another id per sample"
-            )
+        desk.refuse_double(request_id)
         room = self.max_model_len - len(prompt)
         num_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
@@ -266,19 +228,13 @@ class TransformersServer(AsyncServerBase):
         if num_tokens == 0:
             request.serve_under(batcher.policy_version, 0)
             return request.output([], [], StopReason.LENGTH)
-        self._in_flight[request_id] = request
-        self._waiting.append(request)
-        self._num_arrived += 1
+        desk.arrive(request)
         self._steps.disturb()
         self._steps.wake()
         try:
             return await request.future
         finally:
-            if self._in_flight.get(request_id) is request:
-                del self._in_flight[request_id]
-            if not request.ended:
-                request.ended = True
-                self._abandoned.append(request)
+            if desk.depart(request):
                 self._steps.disturb()
 
     async def chat_completion(self, raw_request: Any) -> dict[str, Any]:
@@ -290,59 +246,40 @@ class TransformersServer(AsyncServerBase):
         return await answer_chat(self, self._codec, raw_request)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        self._loaded()
+        _, desk, _ = self._parts()
         self._steps.bind()
-        targets = [
-            request
-            for request_id in (list(self._in_flight) if request_ids is None else request_ids)
-            if (request := self._in_flight.get(request_id)) is not None and not request.ended
-        ]
+        requests = desk.in_flight(request_ids)
         async with self._steps.between_steps():
-            return self._abort_now(targets)
-
-    def _abort_now(self, targets: Iterable[Request]) -> int:
-        count = 0
-        for request in targets:
-            if request.ended:
-                continue
-            count += 1
-            if self._batcher is None:
-                continue
-            if request.row >= 0:
-                request.resolve(self._batcher.abort(request))
-            else:
-                request.serve_under(self._batcher.policy_version, 0)
-                request.resolve(request.output([], [], StopReason.ABORTED))
-        return count
+            return desk.abort(requests)
 
     async def release(self, request_id: str) -> None:
-        if self._batcher is None:
+        if self._desk is None:
             return
         self._steps.bind()
-        self._released.append(request_id)
+        self._desk.release(request_id)
         if not self._steps.lock.locked():
-            self._tidy()
+            self._desk.tidy()
 
     # Pause and sleep
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT) -> None:
         """Stops sampling; see `PauseMode` for what becomes of requests in flight. Later requests wait for `resume`."""
         mode = PauseMode(mode)
-        self._loaded()
+        batcher, desk, _ = self._parts()
         self._steps.bind()
-        self._paused = mode
+        self._status.paused = mode
         if mode is PauseMode.WAIT:
             self._steps.wake()
-            while self._paused is mode and self._batcher is not None and self._batcher.num_running:
+            while self._status.paused is mode and self._batcher is not None and batcher.num_running:
                 await self._steps.next_step()
         async with self._steps.between_steps():
             if mode is PauseMode.ABORT:
-                self._abort_now(list(self._in_flight.values()))
+                desk.abort(desk.in_flight())
 
     async def resume(self) -> None:
-        self._loaded()
+        self._status.require_loaded()
         self._steps.bind()
-        self._paused = None
+        self._status.paused = None
         self._steps.wake()
 
     async def sleep(self, level: int = 1) -> None:
@@ -352,30 +289,28 @@ class TransformersServer(AsyncServerBase):
         """
         if level not in (1, 2):
             raise EngineInputError(f"level must be 1 or 2, got {level!r}; 1 frees the cache, 2 the weights as well")
-        batcher = self._loaded()
+        batcher, desk, writer = self._parts()
         self._steps.bind()
-        self._asleep.add("kv_cache")
+        self._status.asleep.add("kv_cache")
         async with self._steps.between_steps():
-            self._abort_now(list(self._in_flight.values()))
+            desk.abort(desk.in_flight())
             batcher.drop()
             if level == 2:
-                assert self._writer is not None
-                self._asleep.add("weights")
-                self._stale = True
-                self._writer.discard()
+                self._status.asleep.add("weights")
+                self._status.stale = True
+                writer.discard()
             devices.empty_cache(self._device)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         wanted = set(SLEEP_TAGS if tags is None else tags)
         if unknown := wanted - set(SLEEP_TAGS):
             raise EngineInputError(f"tags must be among {', '.join(SLEEP_TAGS)}, got {unknown.pop()!r}; None wakes all")
-        self._loaded()
+        _, _, writer = self._parts()
         self._steps.bind()
         async with self._steps.between_steps():
-            if "weights" in wanted & self._asleep:
-                assert self._writer is not None
-                self._writer.allocate()
-            self._asleep -= wanted
+            if "weights" in wanted & self._status.asleep:
+                writer.allocate()
+            self._status.asleep -= wanted
 
     # Weights
 
@@ -384,104 +319,81 @@ class TransformersServer(AsyncServerBase):
 
         See `AsyncServerBase.update_weights` for what a failure means. The iterable runs in the worker thread.
         """
-        batcher = self._loaded()
-        writer = self._writer
-        assert writer is not None
-        if "weights" in self._asleep:
+        batcher, desk, writer = self._parts()
+        if "weights" in self._status.asleep:
             raise EngineNotReadyError("weights must be awake, are asleep; call wake_up(['weights']) first")
         writer.check(manifest)
         self._steps.bind()
         async with self._steps.between_steps():
-            self._loaded()
-            self._stale = True
+            self._status.require_loaded()
+            self._status.stale = True
             cancelled = threading.Event()
             try:
                 await self._steps.run(
                     lambda: writer.write(manifest, weights, cancelled=cancelled.is_set), on_cancel=cancelled.set
                 )
             except BaseException:
-                self._fail_all(
+                desk.fail_all(
                     lambda request: EngineNotReadyError(
-                        f"request {request.request_id!r} must have complete weights, got a failed update; send a complete one"
+                        f"{request} must have complete weights, got a failed update; send a complete one"
                     )
                 )
                 raise
-            self._tidy()
+            desk.tidy()
             batcher.weights_changed(manifest.version)
             self.policy_version = manifest.version
-            self._stale = False
+            self._status.stale = False
         self._steps.wake()
 
     async def reset_prefix_cache(self) -> None:
-        batcher = self._loaded()
+        batcher, desk, _ = self._parts()
         self._steps.bind()
         async with self._steps.between_steps():
-            self._tidy()
+            desk.tidy()
             batcher.table.free_idle()
 
-    # Between and around steps
+    # The step loop's questions
 
     def _has_work(self) -> bool:
-        if self._batcher is None or self._closed or self._asleep or self._stale or self._paused is PauseMode.KEEP:
+        if self._batcher is None or self._desk is None or not self._status.may_step:
             return False
-        return bool(self._batcher.num_running) or (self._paused is None and bool(self._waiting))
+        return bool(self._batcher.num_running) or (self._status.may_admit and self._desk.has_waiting)
 
     def _prepare_step(self) -> bool:
-        self._tidy()
-        if self._batcher is None or not self._has_work():
+        if self._desk is None:
             return False
-        if self._paused is None:
-            self._batcher.admit(self._waiting)
+        self._desk.tidy()
+        if not self._has_work():
+            return False
+        if self._status.may_admit:
+            self._desk.admit()
         return True
 
     def _step(self) -> "list[Ended]":
-        batcher = self._batcher
-        assert batcher is not None
+        assert self._batcher is not None
         for _ in range(_MAX_STEPS):
-            ended = batcher.step()
-            if ended or not batcher.num_running or not self._steps.undisturbed:
+            ended = self._batcher.step()
+            if ended or not self._batcher.num_running or not self._steps.undisturbed:
                 return ended
         return []
 
     def _deliver(self, ended: "list[Ended]") -> bool:
-        for request, outcome in ended:
-            if not request.ended:
-                request.resolve(outcome)
-        return bool(ended)
-
-    def _tidy(self) -> None:
-        """Takes out requests whose callers went away, and frees conversations that are over. Between steps only."""
-        if self._batcher is None:
-            return
-        for request in self._abandoned:
-            if request.row >= 0 and request in self._batcher.table.requests:
-                self._batcher.abort(request)
-        self._abandoned.clear()
-        for request_id in self._released:
-            self._batcher.release(request_id)
-        self._released.clear()
+        assert self._desk is not None
+        return self._desk.deliver(ended)
 
     def _crash(self, error: BaseException) -> None:
-        self._failure = error
+        self._status.failure = error
         cure = "lower max_num_seqs or max_model_len" if devices.is_out_of_memory(error) else "create a new server"
 
         def failed(request: Request) -> EngineError:
             crash = EngineCrashedError(
-                f"engine must not crash, got {type(error).__name__}: {error} while serving {request.request_id!r}; {cure}"
+                f"engine must not crash, got {type(error).__name__}: {error} while serving {request}; {cure}"
             )
             crash.__cause__ = error
             return crash
 
-        self._fail_all(failed)
-
-    def _fail_all(self, error_for: Callable[[Request], EngineError]) -> None:
-        for request in list(self._in_flight.values()):
-            if not request.ended:
-                request.resolve(error_for(request))
-        self._waiting.clear()
-        self._abandoned.clear()
-        if self._batcher is not None:
-            self._batcher.drop()
+        if self._desk is not None:
+            self._desk.fail_all(failed)
 
 
 __all__ = ["TransformersServer"]
