@@ -71,7 +71,7 @@ class FunctionTool:
             getattr(function, "__call__", None)  # noqa: B004 - an object whose __call__ is a coroutine function
         )
         self._is_plain = isinstance(function, FunctionType) and bool(function.__code__.co_flags & inspect.CO_COROUTINE)
-        self._reference: "FunctionReference | None" = None
+        self._reference: FunctionReference | None = None
         if process:
             if self._asynchronous:
                 raise ToolDefinitionError(
