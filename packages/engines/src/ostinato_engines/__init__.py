@@ -18,7 +18,9 @@ from ostinato_engines.errors import (
     NonFiniteLogitsError,
     SamplingParamsError,
     UnsupportedError,
+    WeightPeerLostError,
     WeightUpdateError,
+    WeightUpdateTimeoutError,
 )
 from ostinato_engines.loading import load_server_class
 from ostinato_engines.server import AsyncServerBase, ChatCodec
@@ -61,7 +63,9 @@ __all__ = [
     "TokenOutput",
     "UnsupportedError",
     "WeightManifest",
+    "WeightPeerLostError",
     "WeightUpdateError",
+    "WeightUpdateTimeoutError",
     "as_token_output",
     "load_server_class",
 ]

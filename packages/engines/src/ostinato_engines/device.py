@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ostinato_engines.errors import EngineInputError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -120,6 +122,59 @@ def max_memory_allocated(device: "str | torch.device") -> int:
 def supports_float64(device: "str | torch.device") -> bool:
     """Whether the device computes in double precision."""
     return device_kind(device) not in ("mps", "npu")
+
+
+class ExportedMemory(msgspec.Struct, frozen=True):
+    """Opens the memory of a device in another process of the same host; valid as long as the exporter holds it."""
+
+    device_uuid: str
+    memory_handle: bytes
+    num_bytes: int
+    offset_bytes: int
+    counter_handle: bytes
+    counter_offset: int
+    event_handle: bytes
+    event_needed: bool
+
+
+def shares_memory(device: "str | torch.device") -> bool:
+    """Whether processes can open each other's memory on the device."""
+    return device_kind(device) == "cuda"
+
+
+def export_memory(memory: "torch.Tensor") -> ExportedMemory:
+    """What opens a tensor's memory elsewhere.
+
+    Raises:
+        RuntimeError: The allocator in use cannot share it (expandable segments, for one).
+    """
+    _, *parts = memory.untyped_storage()._share_cuda_()
+    uuid = str(_torch().cuda.get_device_properties(memory.device).uuid)
+    return ExportedMemory(uuid, *parts)
+
+
+def import_memory(exported: ExportedMemory) -> "torch.Tensor":
+    """Another process's memory as uint8 [num_bytes], on the same physical device.
+
+    Raises:
+        ValueError: That device is not visible here.
+    """
+    torch = _torch()
+    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(device_count("cuda"))]
+    if exported.device_uuid not in uuids:
+        raise ValueError(f"memory on device {exported.device_uuid}, and visible here are {', '.join(uuids) or 'none'}")
+    index = uuids.index(exported.device_uuid)
+    _, *parts = msgspec.structs.astuple(exported)
+    torch.cuda._lazy_init()
+    storage = torch.UntypedStorage._new_shared_cuda(index, *parts)
+    return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)
+
+
+def collect_shared_memory(device: "str | torch.device") -> None:
+    """Frees shared memory that no other process holds any more."""
+    collect = getattr(_backend(device_kind(device)), "ipc_collect", None)
+    if collect is not None:
+        collect()
 
 
 def distributed_backend(device: "str | torch.device") -> str:

@@ -41,6 +41,14 @@ class WeightUpdateError(EngineError, RuntimeError):
     """A weight update failed in mid-stream; the engine is not ready until a complete update succeeds."""
 
 
+class WeightUpdateTimeoutError(WeightUpdateError, TimeoutError):
+    """The other end of a weight transfer showed no progress for too long."""
+
+
+class WeightPeerLostError(WeightUpdateError, ConnectionError):
+    """The other end of a weight transfer went away, or spoke something else; connect anew."""
+
+
 class EngineLoadError(EngineError, OSError):
     """A model or a server class could not be loaded from where it was said to be."""
 

@@ -4,7 +4,6 @@ A tied tensor may come under any or all of its names. Holds no copy: at most one
 Knows no requests; the server decides what a failure means.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from ostinato_engines.errors import ManifestError, WeightUpdateError
 from ostinato_engines.types import TensorSpec, WeightManifest
+from ostinato_engines.weight_transfer.progress import StreamProgress, check_names
 
 
 class WeightWriter:
@@ -31,10 +31,8 @@ class WeightWriter:
 
     def check(self, manifest: WeightManifest) -> None:
         """Raises `ManifestError` unless the manifest describes every parameter once and nothing else."""
+        check_names(manifest)
         names = [spec.name for spec in manifest.tensors]
-        if len(set(names)) != len(names):
-            double = Counter(names).most_common(1)[0][0]
-            raise ManifestError(f"manifest must name each tensor once, got {double!r} twice; remove one")
         for spec in manifest.tensors:
             self._check_spec(spec)
         covered = {id(self._tensors[name]) for name in names}
@@ -79,41 +77,26 @@ class WeightWriter:
         Raises:
             WeightUpdateError: The stream broke off, or did not keep to its manifest. What came before is written.
         """
-        expected = {spec.name: spec for spec in manifest.tensors}
+        progress = StreamProgress(manifest)
         written: dict[int, str] = {}
         try:
             for name, tensor in weights:
                 if cancelled():
                     raise WeightUpdateError("weight update must run to its end, got cancelled; send a complete update")
-                self._write_one(name, tensor, expected, written)
+                progress.check(name, tensor)
+                self._write_one(name, tensor, written)
+                del tensor
         except WeightUpdateError:
             raise
         except Exception as error:
-            raise WeightUpdateError(
-                f"weights must stream to their end, got {type(error).__name__}: {error} after "
-                f"{len(manifest.tensors) - len(expected)} of {len(manifest.tensors)} tensors; send a complete update"
-            ) from error
-        if expected:
-            raise WeightUpdateError(
-                f"weights must hold every tensor of the manifest, got none for {', '.join(list(expected)[:3])} "
-                f"({len(expected)} missing); send a complete update"
-            )
+            raise progress.broken_off(error) from error
+        progress.finish()
 
-    def _write_one(self, name: str, tensor: Tensor, expected: dict[str, TensorSpec], written: dict[int, str]) -> None:
-        spec = expected.pop(name, None)
-        if spec is None:
-            raise WeightUpdateError(
-                f"weights must follow the manifest, got {name!r} beyond it or twice; send each once"
-            )
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if tuple(tensor.shape) != tuple(spec.shape) or dtype != spec.dtype:
-            raise WeightUpdateError(
-                f"{name} must be {spec.dtype} {tuple(spec.shape)} as in the manifest, got {dtype} {tuple(tensor.shape)}; "
-                "build the manifest from what is sent"
-            )
+    def _write_one(self, name: str, tensor: Tensor, written: dict[int, str]) -> None:
         target = self._tensors[name]
         if (first := written.get(id(target))) is not None:
-            if not torch.equal(target, tensor.to(device=target.device, dtype=target.dtype)):
+            other = tensor.to(device=target.device, dtype=target.dtype)
+            if not torch.allclose(target, other, rtol=0, atol=0, equal_nan=True):
                 raise WeightUpdateError(
                     f"{name} must equal {first}, to which the model ties it, got other values; send one of them"
                 )

@@ -1,0 +1,184 @@
+"""The receiving end: hands an engine the manifest, and then the tensors one by one as windows on the sender's slots.
+
+Invariant: a stream that ends normally has given every tensor of the manifest exactly once, with its shape and dtype.
+A tensor is valid until the next one is taken, and is empty from then on; what is kept must be copied.
+"""
+
+import itertools
+import socket
+from collections.abc import Generator, Iterator
+from typing import TypeVar
+
+from torch import Tensor
+
+from ostinato_engines.errors import EngineError, WeightPeerLostError, WeightUpdateError
+from ostinato_engines.types import WeightManifest
+from ostinato_engines.weight_transfer.channel import (
+    PROTOCOL,
+    Accepted,
+    Bucket,
+    Channel,
+    Done,
+    Ended,
+    Failed,
+    MemoryOpened,
+    Offer,
+    Taken,
+    close_all,
+)
+from ostinato_engines.weight_transfer.memory import SlotMemory, open_memory
+from ostinato_engines.weight_transfer.progress import StreamProgress
+
+Part = TypeVar("Part")
+
+_SAME_VERSION = "use the same version of this package at both ends"
+
+
+class WeightReceiver:
+    """Receives weight updates from one `WeightSender`; from one thread at a time, only `abort` may come from another.
+
+    Args:
+        connection: A connected Unix stream socket; the receiver owns it from then on.
+        timeout_s: Longest wait for the sender within an update; between updates the wait has no end.
+    """
+
+    def __init__(self, connection: socket.socket, *, timeout_s: float = 60.0) -> None:
+        self._channel = Channel(connection, timeout_s=timeout_s, peer="sender of weights")
+
+    def next_update(self) -> "IncomingUpdate | None":
+        """Waits for an offer; None once the sender has said goodbye.
+
+        Raises:
+            WeightPeerLostError: The sender speaks something else.
+        """
+        while (received := self._channel.receive(forever=True)) is not None:
+            message, descriptors = received
+            close_all(descriptors)
+            # Anything else belongs to an update that has failed here.
+            if not isinstance(message, Offer):
+                continue
+            if message.protocol == PROTOCOL:
+                try:
+                    return IncomingUpdate(self._channel, message)
+                except EngineError as error:
+                    self._channel.send(Failed(message.update, type(error).__name__, str(error)))
+                    continue
+            refusal = f"protocol must be {PROTOCOL}, got {message.protocol}; use the same version of this package"
+            self._channel.send(Failed(message.update, WeightUpdateError.__name__, refusal))
+        return None
+
+    def abort(self) -> None:
+        """Ends the conversation at once, from any thread; whoever waits for the sender learns of it."""
+        self._channel.abort()
+
+    def close(self) -> None:
+        """Says goodbye; the sender's next `send` raises `WeightPeerLostError`."""
+        self._channel.close()
+
+
+class IncomingUpdate:
+    """One offered update: iterate it once for the tensors, then call `finish` or `fail`.
+
+    Taking the first tensor accepts the manifest; until then nothing is sent.
+
+    Raises:
+        ManifestError: The manifest names a tensor twice.
+    """
+
+    def __init__(self, channel: Channel, offer: Offer) -> None:
+        self.manifest: WeightManifest = offer.manifest
+        self._channel = channel
+        self._update = offer.update
+        self._progress = StreamProgress(offer.manifest)
+        self._stream: Generator[tuple[str, Tensor], None, None] | None = None
+        self._complete = False
+        self._is_over = False
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        if self._stream is not None or self._is_over:
+            raise WeightUpdateError("weights must be read once, got a second reading; send the update again")
+        self._stream = self._read()
+        return self._stream
+
+    def finish(self) -> None:
+        """Tells the sender that the new weights serve.
+
+        Raises:
+            WeightUpdateError: The stream was not read to its end.
+        """
+        if not self._complete:
+            error = WeightUpdateError(
+                f"engine must read all weights before it serves them, got {self._progress}; it ignored the rest"
+            )
+            self.fail(error)
+            raise error
+        self._end()
+        self._channel.send(Done(self._update))
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the sender why the engine refused the manifest, or could not take the weights; the first word counts."""
+        if self._is_over:
+            return
+        self._end()
+        self._channel.send(Failed(self._update, type(error).__name__, str(error)))
+
+    def _end(self) -> None:
+        self._is_over = True
+        if self._stream is not None:
+            self._stream.close()
+
+    def _read(self) -> Generator[tuple[str, Tensor], None, None]:
+        self._channel.send(Accepted(self._update))
+        message, descriptors = self._next(MemoryOpened)
+        try:
+            memory = open_memory(message, descriptors)
+        finally:
+            close_all(descriptors)
+        try:
+            yield from self._buckets(memory)
+        finally:
+            memory.close()
+        self._progress.finish()
+        self._complete = True
+
+    def _buckets(self, memory: SlotMemory) -> Generator[tuple[str, Tensor], None, None]:
+        for index in itertools.count():
+            message, descriptors = self._next(Bucket, Ended)
+            close_all(descriptors)
+            if message.index != index:
+                raise WeightUpdateError(
+                    f"buckets must come in order, got number {message.index} after {index} of them; send a complete update"
+                )
+            if isinstance(message, Ended):
+                return
+            if not 0 <= message.slot < memory.num_slots:
+                raise WeightUpdateError(f"slot must be in [0, {memory.num_slots}), got {message.slot}; {_SAME_VERSION}")
+            for entry in message.entries:
+                tensor = memory.open_window(message.slot, entry.offset, self._progress.take(entry.name))
+                yield entry.name, tensor
+                memory.close_window(entry.name, tensor)
+            memory.settle()
+            self._channel.send(Taken(self._update, message.slot))
+
+    def _next(self, *kinds: type[Part]) -> tuple[Part, list[int]]:
+        """The sender's next message of this update, which must be of one of the kinds, and the descriptors that came with it."""
+        received = self._channel.receive()
+        if received is None:
+            self._channel.abort()
+            raise WeightPeerLostError(
+                f"sender of weights must stay until the update is done, went away after {self._progress}; connect anew"
+            )
+        message, descriptors = received
+        if isinstance(message, kinds) and message.update == self._update:
+            return message, descriptors
+        close_all(descriptors)
+        if isinstance(message, Failed):
+            raise WeightUpdateError(
+                f"sender of weights must stream to their end, got {message.error}: {message.message} after "
+                f"{self._progress}; send a complete update"
+            )
+        self._channel.abort()
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise WeightPeerLostError(
+            f"sender of weights must send {wanted} of update {self._update}, got {message!r:.200}; {_SAME_VERSION}"
+        )

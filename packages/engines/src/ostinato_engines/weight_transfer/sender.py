@@ -1,0 +1,217 @@
+"""The sending end: offers a manifest and, once it is accepted, streams the tensors through a few reused slots.
+
+Invariant: memory is bounded by `NUM_SLOTS` slots and one tensor of the source at a time, whatever the model's size.
+"""
+
+import itertools
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+from torch import Tensor
+
+from ostinato_engines import device as devices
+from ostinato_engines import errors as engine_errors
+from ostinato_engines.errors import EngineError, EngineInputError, WeightPeerLostError, WeightUpdateError
+from ostinato_engines.types import TensorSpec, WeightManifest
+from ostinato_engines.weight_transfer.channel import (
+    Accepted,
+    Bucket,
+    Channel,
+    Done,
+    Ended,
+    Entry,
+    Failed,
+    MemoryOpened,
+    Offer,
+    Taken,
+    close_all,
+)
+from ostinato_engines.weight_transfer.layout import aligned, num_bytes_of, slot_bytes_for, window
+from ostinato_engines.weight_transfer.memory import MemoryKind, SlotMemory, create_memory
+from ostinato_engines.weight_transfer.progress import StreamProgress
+
+NUM_SLOTS = 2
+"""One is filled while the other is read."""
+DEFAULT_BUCKET_BYTES = 4 << 20
+"""Small enough to stay in the processor's cache between writing and reading."""
+
+Answer = TypeVar("Answer", Accepted, Taken, Done)
+
+
+class WeightSender:
+    """Sends weight updates to one `WeightReceiver`; from one thread at a time, only `abort` may come from another.
+
+    Args:
+        connection: A connected Unix stream socket; the sender owns it from then on.
+        memory: Where buckets lie.
+        device: For `MemoryKind.DEVICE`, the device.
+        bucket_bytes: Of one bucket; two exist at a time. A larger tensor makes them as large as it needs.
+        timeout_s: Longest wait for an answer: to accept, to empty a bucket, to serve the new weights.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        memory: MemoryKind = MemoryKind.SHARED,
+        device: str = "auto",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout_s: float = 60.0,
+    ) -> None:
+        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            raise EngineInputError(f"bucket_bytes must be an integer of at least 1, got {bucket_bytes!r}; leave it out")
+        self._kind = MemoryKind(memory)
+        self._device = devices.pick_device(device)
+        if self._kind is MemoryKind.DEVICE and not devices.shares_memory(self._device):
+            raise EngineInputError(
+                f"device must share memory between processes, got {self._device!r}; use MemoryKind.{MemoryKind.SHARED.name}"
+            )
+        self._bucket_bytes = bucket_bytes
+        self._channel = Channel(connection, timeout_s=timeout_s, peer="receiver of weights")
+        self._updates = itertools.count(1)
+
+    def send(self, manifest: WeightManifest, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Sends one complete update; returns once the new weights serve.
+
+        Another update may follow any error but the last two.
+
+        Raises:
+            ManifestError: Refused; no tensor was read, the old policy serves on.
+            EngineError: The engine cannot take weights now, as it says; no tensor was read.
+            WeightUpdateError: The stream failed at either end; the engine waits for a complete update.
+            WeightUpdateTimeoutError: The receiver stood still.
+            WeightPeerLostError: The receiver is gone.
+        """
+        progress = StreamProgress(manifest)
+        slot_bytes = slot_bytes_for(manifest, self._bucket_bytes)
+        update = next(self._updates)
+        with self._telling_failures(update, progress):
+            self._channel.send(Offer(update, manifest))
+            self._expect(update, Accepted)
+            memory = create_memory(self._kind, self._device, num_slots=NUM_SLOTS, slot_bytes=slot_bytes)
+            try:
+                self._channel.send(
+                    MemoryOpened(update, self._kind, NUM_SLOTS, slot_bytes, memory.handle),
+                    descriptors=memory.descriptors,
+                )
+                buckets = _BucketWriter(
+                    memory,
+                    lambda index, slot, entries: self._channel.send(Bucket(update, index, slot, entries)),
+                    lambda: self._expect(update, Taken).slot,
+                )
+                for name, tensor in weights:
+                    buckets.add(progress.check(name, tensor), tensor)
+                    del tensor
+                progress.finish()
+                self._channel.send(Ended(update, buckets.finish()))
+                self._expect(update, Done)
+            finally:
+                memory.close()
+
+    def abort(self) -> None:
+        """Ends the conversation at once, from any thread; a `send` that waits raises `WeightPeerLostError`."""
+        self._channel.abort()
+
+    def close(self) -> None:
+        """Says goodbye: the receiver's `next_update` returns None."""
+        self._channel.close()
+
+    def _expect(self, update: int, kind: type[Answer]) -> Answer:
+        """The next answer of a kind to this update; what belongs to an earlier one is late, and dropped."""
+        while True:
+            received = self._channel.receive()
+            if received is None:
+                raise WeightPeerLostError(
+                    "receiver of weights must stay until the update is done, got a closed channel; connect anew"
+                )
+            message, descriptors = received
+            close_all(descriptors)
+            if message.update != update:
+                continue
+            if isinstance(message, Failed):
+                raise _TheirFailure(_error_of(message, refused=kind is Accepted))
+            if isinstance(message, kind):
+                return message
+            # At the end, slots that nobody waits for still come back.
+            if not (kind is Done and isinstance(message, Taken)):
+                self._channel.abort()
+                raise WeightPeerLostError(
+                    f"receiver of weights must answer {kind.__name__}, got {type(message).__name__}; "
+                    "use the same version of this package at both ends"
+                )
+
+    @contextmanager
+    def _telling_failures(self, update: int, progress: StreamProgress) -> Iterator[None]:
+        """Tells the receiver what went wrong here, so that it need not wait."""
+        try:
+            yield
+        except _TheirFailure as failure:
+            raise failure.error from None
+        except (WeightPeerLostError, TimeoutError):
+            self._channel.abort()
+            raise
+        except BaseException as error:
+            with suppress(WeightUpdateError):
+                self._channel.send(Failed(update, type(error).__name__, str(error)))
+            if isinstance(error, EngineError) or not isinstance(error, Exception):
+                raise
+            raise progress.broken_off(error) from error
+
+
+class _BucketWriter:
+    """Fills one slot after the other, and hands each over when the next tensor does not fit any more."""
+
+    def __init__(
+        self,
+        memory: SlotMemory,
+        hand_over: Callable[[int, int, tuple[Entry, ...]], None],
+        wait_for_slot: Callable[[], int],
+    ) -> None:
+        self._memory = memory
+        self._hand_over = hand_over
+        self._wait_for_slot = wait_for_slot
+        self._free = list(range(memory.num_slots))
+        self._slot = self._free.pop()
+        self._entries: list[Entry] = []
+        self._used = 0
+        self._num_buckets = 0
+
+    def add(self, spec: TensorSpec, tensor: Tensor) -> None:
+        """Copies a tensor into the bucket; waits for a free slot where one is needed."""
+        num_bytes = num_bytes_of(spec)
+        if self._used + num_bytes > self._memory.slot_bytes:
+            self.finish()
+            self._slot = self._free.pop() if self._free else self._wait_for_slot()
+            self._used = 0
+        window(self._memory.slot(self._slot), self._used, spec).copy_(tensor.detach())
+        self._entries.append(Entry(spec.name, self._used))
+        self._used += aligned(num_bytes)
+
+    def finish(self) -> int:
+        """Hands the bucket over if there is anything in it; returns how many there were."""
+        if self._entries:
+            self._memory.settle()
+            self._hand_over(self._num_buckets, self._slot, tuple(self._entries))
+            self._entries.clear()
+            self._num_buckets += 1
+        return self._num_buckets
+
+
+class _TheirFailure(Exception):
+    """The receiver reported a failure: it need not be told."""
+
+    def __init__(self, error: EngineError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _error_of(failed: Failed, *, refused: bool) -> EngineError:
+    """What the receiver reported, as an error of this process."""
+    kind = getattr(engine_errors, failed.error, None)
+    if isinstance(kind, type) and issubclass(kind, EngineError if refused else WeightUpdateError):
+        return kind(failed.message)
+    return WeightUpdateError(
+        f"receiver of weights must apply every tensor, got {failed.error}: {failed.message}; send a complete update"
+    )
