@@ -122,6 +122,16 @@ def test_a_bad_call_leaves_its_siblings(bad: str) -> None:
     assert (turn.content, turn.errors) == ("Done.", ())
 
 
+def test_texts_that_are_not_closed_stay_in_their_calls() -> None:
+    """Two calls with a quote too few are two malformed calls, although their quotes together are even."""
+    turn = PARSER.parse(
+        f"<|tool_call>call:a{{x:{QUOTE}1}}<tool_call|><|tool_call>call:b{{y:{QUOTE}1}}<tool_call|>{call('c', {'z': 1})}"
+    )
+    assert outcomes(turn) == [("a", None), ("b", None), ("c", {"z": 1})]
+    turn = PARSER.parse(f"<|tool_call>call:a{{x:{QUOTE}<tool_call|> is text{QUOTE},y:bad}}<tool_call|>Done.")
+    assert (outcomes(turn), turn.content) == ([("a", None)], "Done.")
+
+
 def test_an_unclosed_call_is_an_error_and_is_not_run() -> None:
     """A call cut off anywhere is no call but an error; those before and behind it are calls."""
     good, whole = call("good", {}), call("cut", {"t": "x", "n": [1]})

@@ -126,6 +126,12 @@ def test_a_bad_call_leaves_its_siblings(bad: str) -> None:
     assert len({item.id for item in turn.tool_calls}) == 3
 
 
+def test_strings_that_are_not_closed_stay_in_their_calls() -> None:
+    """Two calls with a quote too few are two malformed calls, although their quotes together are even."""
+    turn = PARSER.parse(NEXT.join([call("a", '{"x: 1}'), call("b", '{"y: 1}'), call("c", '{"z": 1}')]))
+    assert outcomes(turn) == [("a", None), ("b", None), ("c", {"z": 1})]
+
+
 def test_what_is_cut_off_is_an_error() -> None:
     """A call, reasoning or header that the text ends in is an error and not run."""
     whole = call("f", '{"a": {"b": "c"}}').removesuffix("<|call|>")

@@ -284,6 +284,17 @@ def test_an_unclosed_call_is_an_error_and_is_not_run(name: str) -> None:
 
 
 @ALL
+def test_what_a_whole_value_holds_is_text_even_if_the_call_is_cut(name: str) -> None:
+    """An example call, or an end, in a value that was closed is text, although the call breaks off in a later value."""
+    tags = FORMATS[name]
+    for value in (f"see {good(tags)}.", f"see {tags.end}."):
+        whole = tags.section(tags.call_of("cut", {"x": value, "y": "2"}))
+        turn = get_parser(name).parse(whole[: whole.rindex("2")])
+        assert (turn.tool_calls, turn.content) == ((), "")
+        assert "never closed" in turn.errors[0]
+
+
+@ALL
 def test_reasoning(name: str) -> None:
     """Drafts in reasoning are not calls, whoever opened it; reasoning that is never closed is an error and no call."""
     tags, parser = FORMATS[name], get_parser(name)
@@ -330,6 +341,9 @@ def test_minimax_m1_writes_json() -> None:
         turn = parser.parse(f"<tool_calls>\n{bad}\n{rows[1]}\n</tool_calls>")
         assert outcomes(turn)[1:] == [("b", {})]
         assert turn.tool_calls[0].error
+    unclosed = '<tool_calls>\n{"name": "bad", "arguments": {"t": "x}\n</tool_calls>'
+    turn = parser.parse(f"{unclosed}One.{unclosed}Two.")
+    assert (outcomes(turn), turn.content) == ([("bad", None)] * 2, "One.\nTwo.")
     turn = parser.parse(f"<tool_calls>\n{rows[1]}\n")
     assert turn.tool_calls == ()
     assert "never closed" in turn.errors[0]

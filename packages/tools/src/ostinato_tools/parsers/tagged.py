@@ -184,7 +184,7 @@ class _Reading:
         elif (follow := (yield from self._follow(self.position))) is not None:
             assert section.key is not None
             section.values.append((section.key, self.format.value_text(turn.text[section.value_start : at])))
-            section.key, section.bare_end, section.inner = None, -1, []
+            section.key, section.bare_end, section.inner, section.inner_end = None, -1, [], -1
             self._take(section, follow)
 
     def _follow(self, position: int) -> Steps[_Follow | None]:
