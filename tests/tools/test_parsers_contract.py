@@ -397,6 +397,22 @@ def test_a_stream_tells_early(name: str) -> None:
     assert [(delta.call.name, delta.call.arguments) for delta in told if isinstance(delta, CallDelta)] == ONE
 
 
+@given(
+    st.lists(st.sampled_from(["[e~[", "<end>", "[", "e", "~", "<", "end>", " ", "\n", "x"]), max_size=12),
+    st.lists(st.integers(1, 5), min_size=40, max_size=40),
+)
+def test_a_stream_takes_off_the_same_end(pieces: list[str], lengths: list[int]) -> None:
+    """Whatever end tokens, parts of them and white space stand in and at the end of a text, streams take off the same."""
+    text, tokens = "".join(pieces), ("[e~[", "<end>")
+    stream = get_parser("hermes").stream(end_tokens=tokens)
+    deltas, position = [], 0
+    for length in [*lengths, len(text)]:
+        deltas += stream.feed(text[position : position + length])
+        position += length
+    assert stream.finish() == get_parser("hermes").parse(text, end_tokens=tokens)
+    assert assemble([*deltas, *stream.drain()]) == stream.finish()
+
+
 def test_a_stream_waits_while_reasoning_may_still_turn_up() -> None:
     """Told that the prompt may have opened reasoning, a stream tells nothing before that is decided."""
     stream = get_parser("hermes").stream(late_reasoning=True)
@@ -412,8 +428,9 @@ def test_a_stream_holds_back_end_tokens() -> None:
     assert stream.feed("end|>\n<|im_end|>") == []
     assert stream.feed("b<|im_end|>\n") == [ContentDelta("<|im_end|>\n<|im_end|>b")]
     assert stream.finish().content == "a<|im_end|>\n<|im_end|>b"
-    with pytest.raises(ParserInputError, match="overlap"):
-        get_parser("hermes").stream(end_tokens=("<end>", "<end><end>"))
+    for tokens in (("<end>", "<end><end>"), ("ab", "ba"), ("aa",), ("\n<end>",)):
+        with pytest.raises(ParserInputError, match="overlap"):
+            get_parser("hermes").stream(end_tokens=tokens)
     with pytest.raises(ParserInputError, match="after finish"):
         stream.feed("c")
 

@@ -28,7 +28,7 @@ class Format(ABC):
     stop_tokens: tuple[str, ...] = ()
     """Tokens, as text, that must end generation besides the template's own."""
     end_tokens: tuple[str, ...] = ()
-    """Tokens, as text, that are usually taken off the end; none may be part of another."""
+    """Tokens, as text, that are usually taken off the end; they do not overlap."""
     reasoning_openers: tuple[str, ...] = ()
     """Texts with which a prompt ends that has opened reasoning: the turn is then parsed with `in_reasoning`."""
     is_json: bool = True
@@ -87,7 +87,7 @@ class Format(ABC):
         it is off here unless asked for. Either way the finished turn is that of `parse` with the same arguments.
 
         Raises:
-            ParserInputError: an end token is part of another one.
+            ParserInputError: end tokens overlap or have white space around them.
         """
         turn = Turn(
             "",

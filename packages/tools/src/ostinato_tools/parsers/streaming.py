@@ -5,6 +5,8 @@ However the text is cut, the deltas of a stream are those of the whole text, and
 
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import product
 
 from ostinato_tools.errors import ParserInputError
 from ostinato_tools.parsers.base import Delta, ParsedTurn, strip_end_tokens
@@ -21,7 +23,7 @@ class GrammarStream:
         end_tokens: Tokens, as text, that are taken off the end.
 
     Raises:
-        ParserInputError: an end token is part of another one, so that what is at the end would not be sure before the end.
+        ParserInputError: end tokens overlap or have white space around them, so that they are sure only at the end.
     """
 
     def __init__(self, grammar: Callable[[Turn], Steps[None]], turn: Turn, end_tokens: Sequence[str]) -> None:
@@ -71,10 +73,8 @@ class _Tail:
         self._held = ""  # begins with an end token, or with the beginning of one
         self._seen = 0  # up to where `_held` is nothing but end tokens and white space
         if self._tokens:
-            try:
-                self._tags = Tags(*self._tokens)
-            except ValueError as error:
-                raise ParserInputError(f"end_tokens of a stream must not overlap: {error}") from None
+            _check_apart(self._tokens)
+            self._tags = Tags(*self._tokens)
             self._blank = re.compile(rf"(?:\s++|{'|'.join(map(re.escape, self._tokens))})*+")
 
     def push(self, text: str) -> str:
@@ -88,11 +88,12 @@ class _Tail:
             blank = self._blank.match(held, self._seen) if self._seen > released else None
             if blank is not None:
                 self._seen = blank.end()
-            # From `_seen` on there is no end token; what begins one at the very end may still become one.
             if self._seen == len(held) or self._tags.holds(held, self._seen) == self._seen:
-                break
-            token = self._tags.search(held, self._seen)
-            released = token.start() if token is not None else self._tags.holds(held, self._seen)
+                break  # nothing but end tokens so far, or one that may have begun
+            # What was kept back goes on in another way. The end of its last token may be the beginning of a later one.
+            start = max(released + (self._seen > released), self._seen - self._tags.longest + 1)
+            token = self._tags.search(held, start)
+            released = token.start() if token is not None else self._tags.holds(held, start)
             self._seen = token.end() if token is not None else released
             if token is None:
                 break
@@ -103,3 +104,16 @@ class _Tail:
     def rest(self) -> str:
         """The text has ended: return what is not taken off."""
         return strip_end_tokens(self._held, self._tokens)
+
+
+@lru_cache(maxsize=64)
+def _check_apart(tokens: tuple[str, ...]) -> None:
+    """Refuse tokens of which a row could be divided in two ways, so that only its end would tell which one holds."""
+    for first, second, token in product(tokens, repeat=3):
+        row = first + second
+        places = {at for at in range(len(row)) if row.startswith(token, at)}
+        if token != token.strip() or not places <= {0, len(first)} or (0 in places and token != first):
+            raise ParserInputError(
+                f"end_tokens of a stream must not overlap or have white space around them, got {token!r} among {tokens}; "
+                "leave out what the engine takes off itself, or parse the whole text"
+            )
