@@ -448,6 +448,39 @@ def test_the_end_of_the_process_ends_its_servers(place) -> None:
     assert len(place.pids) == 2
 
 
+FORK = """
+import asyncio, os, sys
+from ostinato_tools import ToolExecutor, load_tools
+from ostinato_tools.testing import make_call
+
+registry = load_tools(sys.argv[1])
+
+async def count():
+    async with ToolExecutor(registry).open("t") as tools:
+        (outcome,) = await tools.run([make_call("count")])
+    return outcome.message["content"]
+
+before = asyncio.run(count())
+child = os.fork()
+if not child:
+    sys.exit(int(asyncio.run(count()) != "1"))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert (before, asyncio.run(count())) == ("1", "2")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_has_a_server_of_its_own(place) -> None:
+    """A forked process starts its own server and ends it, and leaves its parent's alone."""
+    gc.collect()
+    registry = place.load(place.entry())
+    place.journal.unlink()
+    subprocess.run([sys.executable, "-c", FORK, str(place.folder / "tools.yaml")], check=True, timeout=100)
+    assert place.notes("start") == 2
+    assert all(gone(pid) for pid in place.pids)
+    assert registry.names
+
+
 def test_collisions_name_both_places(odd, shared_place) -> None:
     """A server's tool that has the name of another tool is refused naming both, and a prefix cures it."""
     entry = shared_place.entry(mcp={"tool_selected_list": ["echo"]})

@@ -50,7 +50,7 @@ def mcp_server(spec: ServerSpec, options: McpOptions) -> "McpServer":
 
 
 def close_mcp_servers(timeout_s: float = 10.0) -> None:
-    """End all sessions of this process now, and with them the servers that it started.
+    """End all sessions of this process now, and with them the servers that it started. Blocks; in an event loop, run it in a thread.
 
     Without it they end when nobody holds their tools any more, at the latest with the process. A shared session is opened
     again by the next call.
@@ -105,10 +105,20 @@ class McpServer:
         """
         self.spec = spec
         self.options = options
-        self._shared = _Shared()
         self._schemas: dict[str, dict] | None = None
+        self._own_shared = self._new_shared()
         guard_logs(redactor_of(spec))
-        weakref.finalize(self, self._shared.end).atexit = False
+
+    def _new_shared(self) -> _Shared:
+        shared = _Shared()
+        weakref.finalize(self, shared.end).atexit = False  # at the exit everything is ended anyway
+        return shared
+
+    @property
+    def _shared(self) -> _Shared:
+        if self._own_shared.pid != os.getpid():  # a fork has neither the thread nor the processes of its parent
+            self._own_shared = self._new_shared()
+        return self._own_shared
 
     async def list_tools(self, *, shared: bool) -> "dict[str, types.Tool]":
         """Return what the server offers, by name.
@@ -183,8 +193,6 @@ class McpServer:
         return ToolInfrastructureError(f"MCP server {self.spec.name!r} must answer calls, got: {refused}")
 
     async def _current(self) -> "Connection":
-        if self._shared.pid != os.getpid():  # a fork has neither the thread nor the processes of its parent
-            self._shared = _Shared()
         shared = self._shared
         if shared.connection is not None and shared.connection.alive:
             return shared.connection
