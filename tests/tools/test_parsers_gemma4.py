@@ -61,7 +61,7 @@ NAMES = st.text(st.characters(exclude_categories=["C", "Z"], exclude_characters=
 CALLS = st.lists(st.tuples(NAMES, st.dictionaries(KEYS, VALUES, max_size=4)), min_size=1, max_size=3)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(calls=CALLS)
 def test_rendered_calls_come_back(calls: list[tuple[str, dict]]) -> None:
     """Any calls that the format can express come back with the same types, tags in their texts and all."""
@@ -182,7 +182,7 @@ PIECES = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_a_stream_is_the_whole_text(data: st.DataObject) -> None:
     """However a text of the format's pieces is cut, deltas and finished turn are those of the whole text; none raises."""

@@ -41,7 +41,7 @@ CALLS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(calls=CALLS, ascii_only=st.booleans(), indent=st.sampled_from([None, 2]), has_end=st.booleans())
 def test_rendered_calls_come_back(
     calls: list[tuple[str, dict]], ascii_only: bool, indent: int | None, has_end: bool
@@ -179,7 +179,7 @@ PIECES += [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_a_stream_is_the_whole_text(data: st.DataObject) -> None:
     """However a text of the format's pieces is cut, deltas and finished turn are those of the whole text; none raises."""

@@ -129,7 +129,7 @@ CALLS = st.lists(
 
 
 @ALL
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(calls=CALLS)
 def test_rendered_calls_come_back(name: str, calls: list[tuple[str, dict]]) -> None:
     """Calls come back with the same values and types, tags in values and all; only where a value holds what follows a value,
@@ -351,7 +351,7 @@ def test_minimax_m1_writes_json() -> None:
 
 
 @ALL
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_a_stream_is_the_whole_text(name: str, data: st.DataObject) -> None:
     """However a text of the format's pieces is cut, deltas and finished turn are those of the whole text; none raises."""
