@@ -260,6 +260,7 @@ async def test_only_what_is_said_to_be_safe_is_repeated(place, name: str, num_ca
     assert (outcome.kind, place.notes(name)) == (kind, num_calls)
 
 
+@pytest.mark.slow
 async def test_whoever_runs_the_tools_may_say_that_repeating_is_safe(place) -> None:
     """`policy: {idempotent: true}` repeats a call that the server does not vouch for."""
     registry = place.load(place.entry(policy={"idempotent": True}))
@@ -317,6 +318,7 @@ def test_a_server_that_does_not_start(place, monkeypatch, startup: str, timeout_
     assert all(gone(pid) for pid in place.pids)
 
 
+@pytest.mark.slow
 def test_a_slow_start_is_waited_for(place) -> None:
     """A server that needs a while is there once it answers."""
     assert "echo" in place.load(place.entry({"max_retries": 0}, env={"STARTUP": "slow"})).names
@@ -469,6 +471,7 @@ assert (before, asyncio.run(count())) == ("1", "2")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_fork_has_a_server_of_its_own(place) -> None:
     """A forked process starts its own server and ends it, and leaves its parent's alone."""
