@@ -194,6 +194,31 @@ async def test_tools_of_a_file_run_in_processes(tmp_path: Path) -> None:
     assert outcome.message["content"] == f"<Size.SMALL: 'small'> {os.getpid()}"
 
 
+def test_what_a_new_process_does_not_find_is_infrastructure() -> None:
+    """A function of a script that is no file cannot be found elsewhere: the call says so and how to cure it."""
+    code = textwrap.dedent(
+        """
+        import asyncio
+        from ostinato_tools import ToolExecutor, ToolRegistry, function_tool
+        from ostinato_tools.testing import make_call, make_schema
+
+        @function_tool(schema=make_schema("f"), process=True)
+        def f() -> str:
+            return "done"
+
+        async def main() -> None:
+            async with ToolExecutor(ToolRegistry([f]), max_response_length=None).open("t") as tools:
+                (outcome,) = await tools.run([make_call("f")])
+            print(outcome.kind.value, outcome.message["content"])
+
+        asyncio.run(main())
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.startswith("infrastructure")
+    assert "put it in a file" in done.stdout
+
+
 def test_processes_end_with_their_parent(tmp_path: Path) -> None:
     """Even if this process is killed, the one that computes for it ends."""
     script = tmp_path / "script.py"

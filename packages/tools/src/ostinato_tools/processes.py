@@ -92,13 +92,15 @@ class _Job:
 
     def run(self) -> Any:
         """Runs in one of the threads, each of which keeps one process."""
-        worker = _worker_of_this_thread()
-        with self._lock:
-            if self._is_over:
-                return None
-            self._worker = worker
+        reply = None
         try:
-            reply = worker.call(self._message)
+            while reply is None:
+                worker = _worker_of_this_thread()
+                with self._lock:
+                    if self._is_over:
+                        return None
+                    self._worker = worker
+                reply = worker.call(self._message)
         finally:
             with self._lock:
                 self._is_over = True
@@ -147,12 +149,19 @@ class _Worker:
     def is_alive(self) -> bool:
         return self._process.is_alive()
 
-    def call(self, message: Any) -> _Reply:
+    def call(self, message: Any) -> _Reply | None:
+        """Return the answer; None where the process was stopped before the call began.
+
+        Raises:
+            ToolInfrastructureError: it ended without an answer.
+        """
         with self._lock:
+            if self not in _WORKERS:
+                return None
             try:
                 self._connection.send(message)
                 return self._connection.recv()
-            except (EOFError, ConnectionError) as error:
+            except (EOFError, OSError) as error:
                 self._process.join(5)
                 code = self._process.exitcode
                 self.kill()
@@ -163,9 +172,9 @@ class _Worker:
 
     def kill(self) -> None:
         _WORKERS.discard(self)
-        pid = self._process.pid
-        with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
-            os.killpg(pid or 0, signal.SIGKILL) if pid else None  # what it started goes with it
+        if self._process.pid is not None and hasattr(os, "killpg"):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # what it started goes with it
         self._process.kill()
 
     def stop_if_idle(self) -> None:
@@ -238,18 +247,22 @@ def _end_with_parent() -> None:
 
 def _resolve(reference: FunctionReference) -> Callable:
     from ostinato_tools.function import FunctionTool
+    from ostinato_tools.loading import execute_file
 
     try:
-        module = importlib.import_module(reference.module)
-    except ImportError:
-        if reference.path is None:
-            raise
-        from ostinato_tools.loading import execute_file
-
-        module = execute_file(reference.path)
-    found: Any = module
-    for part in reference.qualname.split("."):
-        found = getattr(found, part)
+        try:
+            found: Any = importlib.import_module(reference.module)
+        except ImportError:
+            if reference.path is None:
+                raise
+            found = execute_file(reference.path)
+        for part in reference.qualname.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # the author's module: whatever it raises, the function is not to be had
+        raise ToolInfrastructureError(
+            f"{reference.qualname} of {reference.module} must be found by a new process, got {type(error).__name__}: "
+            f"{error}; put it in a file that can be imported"
+        ) from error
     return found.function if isinstance(found, FunctionTool) else found
 
 

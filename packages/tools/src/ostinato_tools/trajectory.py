@@ -133,11 +133,7 @@ class TrajectoryTools:
             ToolClosedError: the tools are not open.
         """
         self._require_open()
-        if len(calls) == 1:
-            return [await self._run_one(calls[0])]
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._run_one(call)) for call in calls]
-        return [task.result() for task in tasks]
+        return [await self._run_one(calls[0])] if len(calls) == 1 else await self._run_many(calls)
 
     async def calc_rewards(self) -> dict[str, float]:
         """Ask every stateful tool that was used for the reward of its state.
@@ -172,6 +168,11 @@ class TrajectoryTools:
         if isinstance(value, int | float) and math.isfinite(value):
             return float(value)
         raise ToolRewardError(f"calc_reward of {name} must give a finite number, got {value!r:.80}{cure}")
+
+    async def _run_many(self, calls: Sequence[ToolCall]) -> list[ToolOutcome]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._run_one(call)) for call in calls]
+        return [task.result() for task in tasks]
 
     async def _run_one(self, call: ToolCall) -> ToolOutcome:
         started = time.perf_counter()
