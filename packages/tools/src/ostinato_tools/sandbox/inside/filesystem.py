@@ -22,8 +22,8 @@ from .syscalls import (
     unmount,
 )
 
-SCRATCH = "/tmp"
-"""Where the scratch folder lies in a file system of the sandbox's own."""
+SCRATCH = "/scratch"
+"""Where the scratch folder lies in a file system of the sandbox's own; /tmp leads there where nothing else is below it."""
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -110,7 +110,7 @@ def _make_dev(base: str) -> None:
 
 
 def _make_scratch(base: str, uid: int, gid: int, disk_bytes: int) -> None:
-    """One limited file system for /tmp and for the shared memory of processes, each of which a folder of it."""
+    """One limited file system for the scratch folder and for the shared memory of processes, each of which a folder of it."""
     room = f"{base}/room"
     os.mkdir(room)
     options = f"mode=0755,size={disk_bytes},nr_inodes={max(1024, disk_bytes >> 14)}"
@@ -122,6 +122,8 @@ def _make_scratch(base: str, uid: int, gid: int, disk_bytes: int) -> None:
         mount(f"{room}/{name}", place, None, MS_BIND)
     unmount(room, MNT_DETACH)
     os.rmdir(room)
+    if not os.path.lexists(f"{base}/tmp"):
+        os.symlink(SCRATCH, f"{base}/tmp")
 
 
 def _make_proc(base: str) -> str:

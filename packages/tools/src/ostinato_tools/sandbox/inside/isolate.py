@@ -17,30 +17,9 @@ from . import filesystem, landlock, seccomp, syscalls
 from .facts import Facts
 
 LINUX = sys.platform == "linux"
-_LIBRARY = (
-    "asyncio",
-    "collections",
-    "dataclasses",
-    "datetime",
-    "decimal",
-    "fractions",
-    "functools",
-    "heapq",
-    "itertools",
-)
-_LIBRARY += (
-    "json",
-    "math",
-    "pathlib",
-    "random",
-    "re",
-    "statistics",
-    "string",
-    "subprocess",
-    "textwrap",
-    "threading",
-    "typing",
-)
+_LIBRARY = """__future__ abc asyncio bisect calendar cmath collections copy csv dataclasses datetime decimal enum fractions
+functools hashlib heapq io itertools json math operator pathlib pickle random re shutil statistics string subprocess tempfile
+textwrap threading time typing unicodedata uuid zlib""".split()  # noqa: SIM905 - forty lines say no more
 _UID_BASE = 1_900_000_000
 """Far above the ids that systems and containers give out; the warden's process id is added to it."""
 SHARED_UID = 65534
@@ -121,6 +100,8 @@ class Isolation:
         except OSError as error:
             for name in ("files", "disk_total"):
                 facts.lacks(name, f"mount namespace: {error}")
+            with contextlib.suppress(OSError):
+                syscalls.unmount(self._base, syscalls.MNT_DETACH)
             return
         self._own_root = True
         self.scratch = filesystem.SCRATCH
@@ -186,14 +167,7 @@ class Isolation:
             with contextlib.suppress(OSError):
                 syscalls.drop_bounding_set()
         if self._uid != os.getuid():
-            os.setgroups([])
-            setters = (getattr(os, "setresgid", None), getattr(os, "setresuid", None))
-            if setters[0] and setters[1]:
-                setters[0](self._gid, self._gid, self._gid)
-                setters[1](self._uid, self._uid, self._uid)
-            else:
-                os.setgid(self._gid)
-                os.setuid(self._uid)
+            become(self._uid, self._gid)
         if LINUX:
             with contextlib.suppress(OSError):
                 syscalls.drop_capabilities()
@@ -276,6 +250,21 @@ def choose_uid(without: list[str]) -> tuple[int, str]:
         if _is_mapped(uid):
             return uid, ""
     return 0, "no other user is known in this user namespace"
+
+
+def become(uid: int, gid: int) -> None:
+    """Become another user for good, with one group and no other ones.
+
+    Raises:
+        OSError: this process may not.
+    """
+    os.setgroups([])
+    if hasattr(os, "setresuid"):
+        os.setresgid(gid, gid, gid)
+        os.setresuid(uid, uid, uid)
+    else:  # macOS; for root these set all ids as well
+        os.setgid(gid)
+        os.setuid(uid)
 
 
 def _set_limit(name: str, value: int, *, spare: int = 0) -> None:

@@ -16,7 +16,7 @@ from . import scratch, syscalls
 from .cgroups import ControlGroup
 from .facts import Facts
 from .frames import receive, send
-from .isolate import LINUX, SHARED_UID, Isolation, choose_uid
+from .isolate import LINUX, SHARED_UID, Isolation, become, choose_uid
 from .runner import Runner
 
 _CLEANUP_S = 5.0
@@ -243,14 +243,12 @@ class Warden:
     def _clean(self) -> list[str]:
         """Kill all that is left of the runner and remove its folder and group; returns what resists."""
         deadline = time.monotonic() + _CLEANUP_S
-        while (members := self._members()) and time.monotonic() < deadline:
-            for pid in members:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-            if self._has_own_user() and not self._namespaces:
-                self._kill_user()
-            time.sleep(0.001)
+        while True:
+            self._kill_all()
             self._reap()
+            if not self._members() or time.monotonic() > deadline:
+                break
+            time.sleep(0.001)
         left = [f"process {pid}" for pid in self._members()]
         self._out_of_memory = self._group.ran_out_of_memory()
         try:
@@ -260,6 +258,16 @@ class Warden:
         while (folders := self._group.remove()) and time.monotonic() < deadline:
             time.sleep(0.005)
         return left + folders
+
+    def _kill_all(self) -> None:
+        for pid in self._members():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if self._child and not self._namespaces:
+            with contextlib.suppress(OSError):
+                os.killpg(self._child, signal.SIGKILL)
+            if self._has_own_user():
+                self._kill_user()
 
     def _members(self) -> set[int]:
         """Everything that runs for this worker, as far as it can be seen from here."""
@@ -275,7 +283,7 @@ class Warden:
         helper = os.fork()
         if helper == 0:
             try:
-                os.setresuid(self._uid, self._uid, self._uid)
+                become(self._uid, self._uid)
                 os.kill(-1, signal.SIGKILL)
             finally:
                 os._exit(0)
