@@ -182,6 +182,14 @@ def test_a_wrong_json_schema_is_refused(parameters: dict) -> None:
         problems(parameters, {})
 
 
+def test_a_long_value_is_not_repeated_whole() -> None:
+    """What the model reads about a very long value is short, and still says where it is and what is wrong."""
+    (sentence,) = problems({"properties": {"x": {"type": "integer"}}}, {"x": "long" * 10_000})
+    assert len(sentence) < 250
+    assert sentence.startswith("x: 'long")
+    assert sentence.endswith("is not of type 'integer'")
+
+
 def test_deep_arguments_are_an_error_not_a_crash() -> None:
     """Arguments nested beyond all reason are answered."""
     value: list = []

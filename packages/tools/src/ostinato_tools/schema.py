@@ -13,6 +13,7 @@ from ostinato_tools.acceptance import compile_acceptance
 from ostinato_tools.errors import ToolSchemaError
 
 _MAX_ERRORS = 3
+_MAX_SENTENCE = 200
 _LITERAL_KEYWORDS = frozenset({"const", "default", "enum", "examples"})
 
 
@@ -159,4 +160,7 @@ def _check_references(validator: Any, schema: Mapping, what: str, place: str) ->
 
 def _sentence(error: Any) -> str:
     where = ".".join(str(part) for part in error.absolute_path)
-    return f"{where}: {error.message}" if where else error.message
+    message = error.message
+    if len(message) > _MAX_SENTENCE:  # it repeats the value; what is wrong with it stands at the end
+        message = f"{message[: _MAX_SENTENCE // 2]} ... {message[-_MAX_SENTENCE // 2 :]}"
+    return f"{where}: {message}" if where else message
