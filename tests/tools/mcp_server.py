@@ -107,6 +107,7 @@ TOOLS = [
     tool("big", SIZE),
     tool("endless", NOTHING),
     tool("chatter", NOTHING),
+    tool("shout", SIZE),
     tool("flood", NOTHING),
     tool("environment", TEXT),
     tool("retire", TEXT),
@@ -246,6 +247,14 @@ async def chatter(ctx, arguments):
     return text("done")
 
 
+async def shout(ctx, arguments):
+    """A notice that is too large, and that holds what looks like the id of this call, before the answer."""
+    data = {"id": ctx.request_id, "result": "x" * arguments["size"]}
+    notice = {"jsonrpc": "2.0", "method": "notifications/message", "params": {"level": "info", "data": data}}
+    os.write(PIPE, json.dumps(notice).encode() + b"\n")
+    return text("heard")
+
+
 async def flood(ctx, arguments):
     """Lines that are no messages, for ever."""
     while True:
@@ -296,6 +305,7 @@ HANDLERS = {
     "big": big,
     "endless": endless,
     "chatter": chatter,
+    "shout": shout,
     "flood": flood,
     "environment": environment,
     "retire": retire,

@@ -143,7 +143,7 @@ def test_the_readme_example_runs() -> None:
 
 def test_schemas_arrive_whole(odd) -> None:
     """Every tool of every page is there, and its schema keeps $defs, anyOf, defaults and keywords that nobody knows."""
-    assert len(odd.names) == 23
+    assert len(odd.names) == 24
     (schema,) = odd.schemas(["complex"])
     assert schema["type"] == "function"
     assert schema["function"]["description"] == "The tool complex."
@@ -217,6 +217,11 @@ async def test_lines_that_are_no_messages_are_survived(odd, caplog) -> None:
     """A server that prints between its messages is understood all the same, and the log says so once."""
     assert [(await one(odd, "chatter")).message["content"] for _ in range(2)] == ["done", "done"]
     assert len([record for record in caplog.records if "no message" in record.getMessage()]) <= 1
+
+
+async def test_a_notice_that_is_too_large_is_nobody_s_answer(odd) -> None:
+    """What is too large and no answer fails no call, whatever stands in it."""
+    assert (await one(odd, "shout", {"size": 2 * LIMIT})).message["content"] == "heard"
 
 
 async def test_calls_of_many_trajectories_share_a_session(odd) -> None:

@@ -246,9 +246,9 @@ def _message(line: bytes | Oversized, max_message_bytes: int, report: StdioRepor
 
 def _refusal(line: Oversized, max_message_bytes: int, report: StdioReport) -> SessionMessage | None:
     """An error in place of an answer that is too large, so that only the call that asked for it fails."""
-    envelope = line.head.partition(b'"result"')[0]
+    envelope, is_answer, _ = line.head.partition(b'"result"')
     found = _REQUEST_ID.search(envelope)
-    if found is None:
+    if found is None or not is_answer or b'"method"' in envelope:
         report.note_stray_line(line.head)
         return None
     request_id = int(found[1]) if found[1] else found[2].decode(errors="replace")
