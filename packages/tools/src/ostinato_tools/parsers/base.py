@@ -52,19 +52,21 @@ Delta = ContentDelta | ReasoningDelta | CallDelta | ErrorDelta
 def assemble(deltas: Sequence[Delta]) -> ParsedTurn:
     """Put the deltas of a turn together."""
     content: list[str] = []
-    reasoning: list[str] = []
+    reasoning: list[str] | None = None
     calls: list[ToolCall] = []
     errors: list[str] = []
     for delta in deltas:
         if isinstance(delta, ContentDelta):
             content.append(delta.text)
         elif isinstance(delta, ReasoningDelta):
-            reasoning.append(delta.text)
+            reasoning = [] if reasoning is None else reasoning
+            if delta.text:
+                reasoning.append(delta.text)
         elif isinstance(delta, CallDelta):
             calls.append(delta.call)
         else:
             errors.append(delta.message)
-    return ParsedTurn("".join(content), "".join(reasoning) if reasoning else None, tuple(calls), tuple(errors))
+    return ParsedTurn("".join(content), None if reasoning is None else "".join(reasoning), tuple(calls), tuple(errors))
 
 
 class TurnStream(Protocol):

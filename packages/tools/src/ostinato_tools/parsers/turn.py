@@ -250,15 +250,17 @@ class _Passage:
 
     def upto(self, text: str, end: int) -> str:
         """`text` up to `end` belongs to the passage: return what of it is new and certain."""
-        new = text[self._seen : end]
+        start, self._seen = self._seen, end
         if self._leading != "":
-            new = new.lstrip(self._leading)
-            self._said = end - len(new)
-            if new:
-                self._leading = ""
-        body = new.rstrip(self._blank)
-        self._seen = end
-        return self._say(text, end - len(new) + len(body)) if body else ""
+            while start < end and _is_blank(text[start], self._leading):
+                start += 1
+            self._said = start
+            if start == end:
+                return ""
+            self._leading = ""
+        while end > start and _is_blank(text[end - 1], self._blank):
+            end -= 1
+        return self._say(text, end) if end > start else ""
 
     def rest(self, text: str, end: int) -> str:
         """`text` ends at `end`: return what was kept back."""
@@ -268,3 +270,7 @@ class _Passage:
         said = self._joint + text[self._said : end]
         self._said, self._joint, self._spoke = end, "", True
         return said
+
+
+def _is_blank(char: str, blank: str | None) -> bool:
+    return char.isspace() if blank is None else char in blank
