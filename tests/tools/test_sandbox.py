@@ -37,6 +37,7 @@ from ostinato_tools.sandbox import (
     enforcement,
     shut_down,
 )
+from ostinato_tools.sandbox.inside.cgroups import find_places
 from ostinato_tools.sandbox.inside.facts import PROTECTIONS
 from ostinato_tools.testing import make_call
 
@@ -187,6 +188,15 @@ async def test_what_is_no_code_is_a_bad_argument(arguments: dict) -> None:
     async with opened() as tools:
         (outcome,) = await tools.run([make_call("python", arguments)])
     assert outcome.kind is OutcomeKind.BAD_ARGUMENTS
+
+
+async def test_hashes_are_the_same_in_every_interpreter() -> None:
+    """Code that prints a set of text prints the same in every trajectory, so that a run can be repeated."""
+    texts = set()
+    for _ in range(2):
+        async with opened() as tools:
+            texts.add(text_of(await call(tools, "hash('spam'), {'a', 'b', 'c', 'd', 'e'}")))
+    assert len(texts) == 1
 
 
 async def test_programs_can_be_started(run: Run) -> None:
@@ -666,6 +676,32 @@ async def test_the_report_is_logged_once(caplog: pytest.LogCaptureFixture) -> No
     records = [record for record in caplog.records if "sandboxed Python on this machine" in record.message]
     assert [record.levelname for record in records] == ["WARNING"]
     assert "memory_total      NOT enforced" in records[0].message
+
+
+def test_control_groups_are_found_in_either_version(tmp_path: Path) -> None:
+    """The group's own folder comes from the mounts, whatever is mounted of them; in version 2 the one beside it comes next."""
+    for folder in ("memory/job", "pids", "unified/user/session"):
+        (tmp_path / folder).mkdir(parents=True)
+    mounts = "".join(
+        f"3{number} 29 0:2{number} {root} {tmp_path}/{folder} rw,relatime shared:9 - {kind} {kind} rw,{options}\n"
+        for number, (root, folder, kind, options) in enumerate(
+            [
+                ("/", "memory", "cgroup", "memory"),
+                ("/docker/a1", "pids", "cgroup", "pids"),
+                ("/", "unified", "cgroup2", "x"),
+            ]
+        )
+    )
+    both = "4:memory:/job\n3:pids:/docker/a1\n0::/user/session\n"
+    assert find_places(both, "22 1 254:0 / / rw - ext4 /dev/vda rw\n" + mounts) == {
+        "memory": (1, [f"{tmp_path}/memory/job"]),
+        "pids": (1, [f"{tmp_path}/pids"]),
+    }
+    second = [f"{tmp_path}/unified/user/session", f"{tmp_path}/unified/user"]
+    assert find_places("0::/user/session\n", mounts.splitlines()[2]) == {"memory": (2, second), "pids": (2, second)}
+    assert find_places("0::/\n", mounts.splitlines()[2])["memory"] == (2, [f"{tmp_path}/unified"])
+    assert find_places("0::/elsewhere\n", mounts.splitlines()[2])["memory"] == (2, [f"{tmp_path}/unified"])
+    assert find_places("", "") == {}
 
 
 # Another backend.

@@ -105,11 +105,11 @@ class Worker:
             for descriptor in (self._control.fileno(), self._channel.fileno(), self._output):
                 os.set_blocking(descriptor, False)
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_INSIDE), str(control.fileno())],
+                [sys.executable, "-s", "-S", "-P", str(_INSIDE), str(control.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ},
+                env=_environment(),
                 cwd="/",
                 pass_fds=(control.fileno(), channel.fileno(), output),
                 start_new_session=True,
@@ -321,6 +321,12 @@ class _Collected:
     def text(self) -> str:
         """Return what was kept, with a mark where bytes are no text."""
         return self._kept.decode("utf-8", "replace")
+
+
+def _environment() -> dict[str, str]:
+    """All that a worker gets: where shared libraries lie, and hashes that make sets of text come out the same each time."""
+    kept = {key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ}
+    return kept | {"PYTHONHASHSEED": "0"}
 
 
 def _pair(on_failure: contextlib.ExitStack, theirs: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:

@@ -1,4 +1,4 @@
-"""Entry point of a worker: `python -I -S <this folder> <number of a socket>`."""
+"""Entry point of a worker: `python -s -S -P <this folder> <number of a socket>`."""
 
 import os
 import sys

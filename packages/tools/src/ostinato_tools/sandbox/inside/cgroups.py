@@ -30,24 +30,24 @@ class ControlGroup:
             limits: Controller, `memory` (bytes) or `pids`, to its limit.
         """
         try:
-            places = _places()
+            with open("/proc/self/cgroup") as own, open("/proc/self/mountinfo") as mounts:
+                places = find_places(own.read(), mounts.read())
         except OSError as error:
-            places, why = {}, f"control groups cannot be read ({error.strerror})"
-        else:
-            why = "the system offers no such controller"
+            places = {}
+            self.reasons = dict.fromkeys(_WANTED, f"control groups cannot be read ({error.strerror})")
         for controller in _WANTED:
-            if controller not in places:
-                self.reasons[controller] = why
-                continue
-            parent, version = places[controller]
-            folder = os.path.join(parent, name)
-            try:
-                self._make_one(folder, controller, version, limits[controller])
-            except OSError as error:
-                self.reasons[controller] = f"{folder}: {error.strerror}"
-                if folder not in self.folders.values():
-                    with contextlib.suppress(OSError):
-                        os.rmdir(folder)
+            version, parents = places.get(controller, (0, []))
+            for parent in parents:
+                folder = os.path.join(parent, name)
+                try:
+                    self._make_one(folder, controller, version, limits[controller])
+                    break
+                except OSError as error:
+                    self.reasons[controller] = f"{folder}: {error.strerror}"
+                    if folder not in self.folders.values():
+                        with contextlib.suppress(OSError):
+                            os.rmdir(folder)
+            self.reasons.setdefault(controller, "the system offers no such controller")
 
     def _make_one(self, folder: str, controller: str, version: int, limit: int) -> None:
         os.makedirs(folder, exist_ok=True)
@@ -110,30 +110,36 @@ def _write(path: str, value: int) -> None:
         os.close(descriptor)
 
 
-def _places() -> dict[str, tuple[str, int]]:
-    """Return, by controller, the folder of the group in which this process is, and the hierarchy's version."""
+def find_places(own_groups: str, mounts: str) -> dict[str, tuple[int, list[str]]]:
+    """Return, by controller, the hierarchy's version and the folders in which a group may be made, the best first.
+
+    In version 2 a group that holds processes gives its children no memory limit; one beside it may have one.
+
+    Args:
+        own_groups: Text of /proc/self/cgroup.
+        mounts: Text of /proc/self/mountinfo.
+    """
     own: dict[str, str] = {}
-    with open("/proc/self/cgroup") as lines:
-        for line in lines:
-            _, controllers, path = line.rstrip("\n").split(":", 2)
-            own.update(dict.fromkeys(controllers.split(","), path))
-    places: dict[str, tuple[str, int]] = {}
-    with open("/proc/self/mountinfo") as lines:
-        for line in lines:
-            before, _, after = line.partition(" - ")
-            kind, _, options = after.split()[:3]
-            root, mount_point = before.split()[3:5]
-            if kind == "cgroup":
-                for controller in set(_WANTED) & set(options.split(",")):
-                    places[controller] = (_joined(mount_point, root, own.get(controller, "/")), 1)
-            elif kind == "cgroup2":
-                folder = _joined(mount_point, root, own.get("", "/"))
-                for controller in _WANTED:
-                    places.setdefault(controller, (folder, 2))
+    for line in own_groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        own.update(dict.fromkeys(controllers.split(","), path))
+    places: dict[str, tuple[int, list[str]]] = {}
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split()[:3]
+        root, mount_point = before.split()[3:5]
+        if kind == "cgroup":
+            for controller in set(_WANTED) & set(options.split(",")):
+                places[controller] = (1, [_joined(mount_point, root, own.get(controller, "/"))])
+        elif kind == "cgroup2":
+            folder = _joined(mount_point, root, own.get("", "/"))
+            beside = [] if folder == mount_point else [os.path.dirname(folder)]
+            for controller in _WANTED:
+                places.setdefault(controller, (2, [folder, *beside]))
     return places
 
 
 def _joined(mount_point: str, root: str, path: str) -> str:
     inner = path[len(root) :] if root != "/" and path.startswith(root) else path
-    folder = os.path.join(mount_point, inner.strip("/"))
+    folder = os.path.join(mount_point, inner.strip("/")).rstrip("/")
     return folder if os.path.isdir(folder) else mount_point
