@@ -215,6 +215,18 @@ def test_kimi_ids_carry_the_name() -> None:
     assert turn.errors == ()
 
 
+def test_ids_that_a_format_does_not_have_are_not_used() -> None:
+    """An id in the JSON of a format without ids is no id; an id that looks like a made one does not collide with it."""
+    body = '{"name": "f", "arguments": {}, "id": "same"}'
+    (call,) = get_parser("hermes").parse(f"<tool_call>{body}</tool_call>", id_prefix="turn1_").tool_calls
+    assert call.id == "turn1_0"
+    (call,) = LLAMA.parse(body, id_prefix="turn1_").tool_calls
+    assert call.id == "turn1_0"
+    given = "<|tool_call_argument_begin|>{}"
+    turn = KIMI.parse(kimi(f"functions.f:1{given}", f"g{given}"), id_prefix="functions.f:")
+    assert len({call.id for call in turn.tool_calls}) == 2
+
+
 def test_kimi_sections() -> None:
     """A section may lack its end, calls may lack a section, a section may not lack calls; prose around them is content."""
     call = '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": "<|tool_call_end|>"}<|tool_call_end|>'

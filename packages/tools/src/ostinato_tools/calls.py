@@ -15,7 +15,8 @@ class ToolCall(msgspec.Struct, frozen=True):
     raw_arguments: str
     """The arguments exactly as sampled; for a malformed call, all that was sampled of the call."""
     id: str
-    """Distinct within the trajectory if the caller of the parser gives each turn its own prefix."""
+    """Distinct within the turn, and within the trajectory if the caller of the parser gives each turn its own prefix. Where
+    the format has the model write ids (kimi_k2, mistral), the one that it wrote."""
     error: str | None = None
     """What is wrong, as a text for the model."""
 

@@ -37,15 +37,17 @@ class JsonCallReader:
 
     Args:
         keys: The keys under which arguments may stand, the format's own first: "arguments", "parameters".
+        has_id: The format has the model write an id, under "id".
     """
 
-    def __init__(self, *keys: str) -> None:
+    def __init__(self, *keys: str, has_id: bool = False) -> None:
         self._keys = keys
+        self._has_id = has_id
         self.shape = f'{{"name": <name>, "{keys[0]}": <object>}}'
         """How a call must be written, for messages."""
 
     def read(self, body: str) -> ReadCall:
-        """Decode a call, with the id that the model gave it under "id" (None if it is no text)."""
+        """Decode a call."""
         body = body.strip(_BLANK)
         try:
             call = _decode_call(body)
@@ -57,7 +59,7 @@ class JsonCallReader:
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
             named = _NAME.match(body)
             return ReadCall(named.group(1) if named else "", None, body, self._fault(error, body))
-        call_id = call.id if isinstance(call.id, str) else None
+        call_id = call.id if self._has_id and isinstance(call.id, str) else None
         if not call.name:
             error = f"the name of a tool call must not be empty; write {self.shape}"
             return ReadCall("", None, raw, error, call_id)

@@ -25,7 +25,7 @@ _ID_ENDS = Tags(_ARGUMENTS, _OPEN, *_THINK)
 _BORDERS = Tags(_OPEN, *_THINK)
 _LIST_BEGINS, _OBJECT_BEGINS, _LIST_GOES_ON = Tags("["), Tags("{"), Tags(",", "]")
 _GOOD_ID = re.compile("[A-Za-z0-9]{9}")
-_READER = JsonCallReader("arguments")
+_READER = JsonCallReader("arguments", has_id=True)
 _SHAPE = f"{_OPEN}<name>{_ARGUMENTS}<object>"
 
 

@@ -26,7 +26,7 @@ TEMPLATE_MARKS: dict[str, Marks] = {
     "glm": Marks((("<tool_call>", "<arg_key>", "<arg_value>"),)),
     "gpt_oss": Marks((("<|channel|>", "<|message|>", "<|call|>"),)),
     "hermes": Marks(
-        (("<tool_call>", '"arguments'), ("<tool_call>", '\\"arguments')),
+        (("<tool_call>", '"arguments'), ("<tool_call>", '"name"')),
         ("<arg_key>", "<function=", "<tool_calls>"),
     ),
     "kimi_k2": Marks((("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),)),

@@ -213,6 +213,8 @@ class Turn:
         """
         if not call_id or call_id in self._ids:
             call_id = self._make_id(self._id_prefix, self._num_calls)
+            while call_id in self._ids:  # a model may write anything as an id, also this one
+                call_id += "_"
         self._ids.add(call_id)
         self._num_calls += 1
         self.deltas.append(CallDelta(ToolCall(name, arguments, raw, call_id, error)))
