@@ -121,7 +121,9 @@ def test_literals_in_pythons_spelling_are_read_if_the_format_says_so() -> None:
 def test_parameters_are_found() -> None:
     """A tool's parameters are found by its name, further ones under `additionalProperties`; nothing known means text."""
     function = {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}, "additionalProperties": OBJECT}}
-    types = ToolTypes([{"type": "function", "function": function}, {"type": "function"}, {}])
+    types = ToolTypes(
+        [{"type": "function", "function": function}, {"type": "function"}, {}, {"name": ["f"], "parameters": {}}, 5]
+    )  # type: ignore[list-item]
     assert types.of("f").read("a", "5") == 5
     assert types.of("f").read("b", "{}") == {}
     assert types.of("g").read("a", "5") == "5"

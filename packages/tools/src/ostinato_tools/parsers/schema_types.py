@@ -24,7 +24,7 @@ class ToolTypes:
 
     def __init__(self, tools: Sequence[dict] | None) -> None:
         self._tools = tools
-        self._by_name: dict[Any, Mapping] | None = None
+        self._by_name: dict[str, Mapping] | None = None
 
     def of(self, tool_name: str) -> "ParameterTypes":
         """Return the types of a tool's parameters; of an unknown tool nothing is known."""
@@ -142,11 +142,13 @@ class _Allowed:
         return True
 
 
-def _named_parameters(tools: Sequence[dict]) -> Iterator[tuple[Any, Mapping]]:
+def _named_parameters(tools: Sequence[dict]) -> Iterator[tuple[str, Mapping]]:
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if isinstance(function, Mapping) and isinstance(function.get("parameters"), Mapping):
-            yield function.get("name"), function["parameters"]
+        if isinstance(function, Mapping):
+            name, parameters = function.get("name"), function.get("parameters")
+            if isinstance(name, str) and isinstance(parameters, Mapping):
+                yield name, parameters
 
 
 def _resolve(root: Mapping, reference: str) -> Any:
