@@ -136,6 +136,16 @@ async def test_trajectories_have_sessions_of_their_own(service) -> None:
     assert service.notes("delete") == ended + 2
 
 
+async def test_a_session_that_the_server_does_not_end_is_cut_off(service, monkeypatch) -> None:
+    """A release without an answer ends in time, once, and is recorded."""
+    monkeypatch.setattr("ostinato_tools.mcp.connection.CLOSE_GRACE_S", 0.2)
+    async with ToolExecutor(service.load({"session": "trajectory"})).open("t") as tools:
+        await tools.run([make_call("count"), make_call("also_count")])
+        service.say("/silent")
+    (failure,) = tools.release_failures
+    assert "MCP server 'far' must end a session soon" in failure
+
+
 @pytest.mark.parametrize("session", ["shared", "trajectory"])
 async def test_a_withdrawn_tool_is_noticed(mortal, session: str) -> None:
     """A server that says that its tools changed is asked again, and a call of a tool that is gone is infrastructure."""

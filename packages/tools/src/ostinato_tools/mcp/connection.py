@@ -147,15 +147,18 @@ class Connection:
             self._probing = False
         return True
 
-    async def close(self, *, drain: bool = False) -> None:
+    async def close(self, *, drain: bool = False) -> bool:
         """End the session; returns when it has ended. A session that has ended stays so.
 
         Args:
             drain: Let calls that are running end first.
+
+        Returns:
+            Whether it ended by itself; otherwise it was cut off after `CLOSE_GRACE_S` seconds.
         """
         owner = self._owner
         if owner is None:
-            return
+            return True
         if drain:
             await self._drained.wait()
         self._ending.set()
@@ -163,6 +166,7 @@ class Connection:
         if not done:
             self._scope.cancel()
             await asyncio.wait((owner,), timeout=CLOSE_GRACE_S)
+        return bool(done)
 
     async def _own(self) -> None:
         NOTES.set(self._notes)

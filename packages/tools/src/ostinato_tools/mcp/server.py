@@ -284,8 +284,15 @@ class TrajectorySession:
             raise self._server.refused(refused) from None
 
     async def close(self) -> None:
-        """End the session; a second time changes nothing."""
+        """End the session; a second time changes nothing.
+
+        Raises:
+            ToolInfrastructureError: the server would not end it, and it was cut off.
+        """
         async with self._lock:
             connection, self._connection = self._connection, None
-            if connection is not None:
-                await connection.close()
+            if connection is not None and not await connection.close():
+                name = self._server.spec.name
+                raise ToolInfrastructureError(
+                    f"MCP server {name!r} must end a session soon, got no end; it was cut off"
+                )
