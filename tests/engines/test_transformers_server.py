@@ -446,15 +446,3 @@ async def test_chat_needs_a_codec(serve, make_model):
     for bad in ({**request, "stop": ["x"]}, {**request, "n": 2}, {**request, "stream": True}, {"messages": []}, "text"):
         with pytest.raises(EngineInputError):
             await server.chat_completion(bad)
-
-
-async def test_a_thousand_requests_at_once(serve, make_model):
-    """A thousand requests at once are all answered, each with its own answer."""
-    server = await serve(make_model(), max_num_seqs=64)
-    prompts = [[1 + index % 90, 2 + index // 90, 3] for index in range(1000)]
-    params = SamplingParams(temperature=0, max_tokens=3)
-    outs = await asyncio.gather(*(server.generate(prompt, params, str(i)) for i, prompt in enumerate(prompts)))
-    for index in (0, 1, 500, 999):
-        assert outs[index].token_ids == (await server.generate(prompts[index], params, "again")).token_ids
-        await server.release("again")
-    assert (await server.health()).num_running == 0

@@ -15,6 +15,7 @@ CAPACITY_BLOCK = 64
 """Token capacity grows in multiples of this."""
 FIRST_ROWS = 8
 MAX_STOP_IDS_AT_FIRST = 4
+_SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 class RowState(IntEnum):
@@ -136,7 +137,8 @@ class RowTable:
         self.state[row] = RowState.PREFILLING
         self.last_used[row] = self._tick
         self.keys[row] = request.stream_key
-        self.temperature[row] = params.temperature
+        # A temperature too small for float32 is not greedy: its logprobs are those of the one token that is left.
+        self.temperature[row] = params.temperature and max(params.temperature, _SMALLEST)
         self.filtered[row] = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         self.penalized[row] = params.repetition_penalty != 1.0
         self.top_k[row] = max(params.top_k, 0)

@@ -33,9 +33,9 @@ class LifeChecks(RequestChecks):
         await self.until_running(name)
         doomed.cancel()
         await asyncio.wait([doomed])
-        self.same("a request beside a cancelled one", await other, wanted)
+        self.same("a request beside a cancelled one", prompt, await other, wanted)
         again = await self.ask(prompt, name, max_tokens=8, temperature=0)
-        self.same("the id of a cancelled request, used again,", again, wanted)
+        self.same("the id of a cancelled request, used again,", prompt, again, wanted)
         await self.server.release(name)
         await self.nothing_in_flight()
 
@@ -50,12 +50,18 @@ class LifeChecks(RequestChecks):
         out = await task
         if count:
             require(out.stop_reason is StopReason.ABORTED, f"an aborted request must say so, got {out.stop_reason}")
-        self.same("an aborted request's tokens so far", out, cut(wanted, len(out.token_ids)))
+        self.same("an aborted request's tokens so far", prompt, out, cut(wanted, len(out.token_ids)))
         require(await self.server.abort([name, "no-such-request"]) == 0, "aborting what is not in flight must count 0")
-        rest = await self.ask([*prompt, *out.token_ids], max_tokens=50 - len(out.token_ids), temperature=0)
-        whole = cut(wanted, 50).token_ids[len(out.token_ids) :]
-        require(rest.token_ids == whole, f"an aborted request, resumed, must give {whole}, got {rest.token_ids}")
+        await self.resumed("an aborted request", prompt, out, wanted)
         await self.nothing_in_flight()
+
+    async def resumed(self, what: str, prompt: list[int], head: TokenOutput, wanted: TokenOutput) -> TokenOutput:
+        """Sends an aborted request again with its tokens; the whole must be what an undisturbed one gives."""
+        missing = len(wanted.token_ids) - len(head.token_ids)
+        rest = await self.ask([*prompt, *head.token_ids], max_tokens=missing, temperature=0)
+        whole = TokenOutput([*head.token_ids, *rest.token_ids], None, StopReason.LENGTH)
+        self.same(f"{what}, resumed,", prompt, whole, wanted)
+        return rest
 
     async def pause(self) -> None:
         need(bool(self.can.pause_modes), "the engine cannot pause")
@@ -72,11 +78,11 @@ class LifeChecks(RequestChecks):
             if mode is not PauseMode.KEEP:
                 out = await task
                 length = len(out.token_ids) if out.stop_reason is StopReason.ABORTED else 30
-                self.same(f"a request in flight at pause({mode})", out, cut(wanted, length))
+                self.same(f"a request in flight at pause({mode})", prompt, out, cut(wanted, length))
             await self.server.resume()
-            self.same(f"a request after pause({mode}) and resume", await parked, wanted)
+            self.same(f"a request after pause({mode}) and resume", prompt, await parked, wanted)
             if mode is PauseMode.KEEP:
-                self.same("a request kept over a pause", await task, wanted)
+                self.same("a request kept over a pause", prompt, await task, wanted)
 
     async def weights(self) -> None:
         update = self._update()
@@ -92,11 +98,8 @@ class LifeChecks(RequestChecks):
             else:
                 raise ConformanceError(f"a manifest with {what} must raise ManifestError, got accepted")
             require(not taken, f"a manifest with {what} must be refused before the first tensor, got {taken[:1]} read")
-            self.same(
-                f"the old policy after a manifest with {what}",
-                await self.ask(prompt, max_tokens=12, temperature=0),
-                before,
-            )
+            again = await self.ask(prompt, max_tokens=12, temperature=0)
+            self.same(f"the old policy after a manifest with {what}", prompt, again, before)
         await self.server.update_weights(update.manifest, update.make_weights())
         require(
             self.server.policy_version == update.manifest.version,
@@ -109,14 +112,72 @@ class LifeChecks(RequestChecks):
         require(after.token_ids != before.token_ids, "new weights must change the output, got the old one")
         versions = [span.version for span in after.policy_versions]
         require(versions == [update.manifest.version], f"the span must be of the new version, got {versions}")
+        self.forward = update.forward
         if update.forward is not None and self.can.logprobs:
-            self.forward = update.forward
             await self.true_logprobs(update.forward)
         await self.server.release(name)
 
+    async def versions(self) -> None:
+        """The same weights under a new version, so that tokens tell nothing and only the spans do."""
+        update = self._update()
+        need(bool({PauseMode.ABORT, PauseMode.KEEP} & set(self.can.pause_modes)), "the engine cannot pause")
+        await self.server.update_weights(update.manifest, update.make_weights())
+        prompt = self.prompt(6)
+        wanted = await self.ask(prompt, max_tokens=40, temperature=0)
+        old = self.server.policy_version
+        for mode in self.can.pause_modes:
+            if mode is PauseMode.WAIT:
+                continue
+            task = self.start(prompt, self.new_id(), max_tokens=40, temperature=0)
+            await self.until_running("")
+            await self.server.pause(mode)
+            new = old + 1
+            await self.server.update_weights(WeightManifest(new, update.manifest.tensors), update.make_weights())
+            await self.server.resume()
+            out = await task
+            if mode is PauseMode.ABORT:
+                self._spans_say("a request aborted before an update", out, [old])
+                if out.stop_reason is StopReason.ABORTED:
+                    self._spans_say("its rest", await self.resumed("a request", prompt, out, wanted), [new])
+            else:
+                self.same("a request kept over an update with the same weights", prompt, out, wanted)
+                self._spans_say("a request kept over an update", out, [old, new], [new], [old])
+            old = new
+
+    def _spans_say(self, what: str, out: TokenOutput, *wanted: list[int]) -> None:
+        spans = out.policy_versions
+        starts, versions = [span.start for span in spans], [span.version for span in spans]
+        require(versions in wanted, f"{what} must come from versions {wanted}, got {versions}")
+        fits = starts == sorted(set(starts)) and starts[0] == 0 and starts[-1] < max(1, len(out.token_ids))
+        require(fits, f"spans of {what} must start at 0 and grow within {len(out.token_ids)} tokens, got {starts}")
+        inexact = not all(span.exact for span in spans)
+        require(not (inexact and self.can.exact_policy_spans), f"spans of {what} must be exact as claimed, got {spans}")
+
+    async def sleep(self) -> None:
+        need(bool(self.can.sleep_levels), "the engine cannot sleep")
+        update = self.subject.weight_update
+        prompt = self.prompt(12)
+        before = await self.ask(prompt, max_tokens=12, temperature=0)
+        for level in self.can.sleep_levels:
+            if level > 1 and (update is None or not self.can.weight_update):
+                continue  # nothing could bring the weights back
+            await self.server.sleep(level)
+            require(not (await self.server.health()).ready, f"health after sleep({level}) must not be ready, got ready")
+            params = SamplingParams(max_tokens=2)
+            await self.refused(f"a request after sleep({level})", prompt, params, EngineNotReadyError)
+            await self.server.wake_up()
+            if level > 1 and update is not None:
+                newer = WeightManifest(self.server.policy_version + 1, update.manifest.tensors)
+                await self.server.update_weights(newer, update.make_weights())
+            require(
+                (await self.server.health()).ready, f"health after sleep({level}) and waking must be ready, got not"
+            )
+            after = await self.ask(prompt, max_tokens=12, temperature=0)
+            self.same(f"an output after sleep({level})", prompt, after, before)
+
     async def broken_weights(self) -> None:
         update = self._update()
-        newer = WeightManifest(update.manifest.version + 1, update.manifest.tensors)
+        newer = WeightManifest(self.server.policy_version + 1, update.manifest.tensors)
         prompt = self.prompt(12)
         before = await self.ask(prompt, max_tokens=12, temperature=0)
         for what, make in (("an error", _breaking_off), ("too few tensors", _ending_early)):
@@ -134,13 +195,14 @@ class LifeChecks(RequestChecks):
                 f"a request after a stream with {what}", prompt, SamplingParams(max_tokens=2), EngineNotReadyError
             )
         await self.server.update_weights(newer, update.make_weights())
-        self.same("a complete update after broken ones", await self.ask(prompt, max_tokens=12, temperature=0), before)
+        after = await self.ask(prompt, max_tokens=12, temperature=0)
+        self.same("a complete update after broken ones", prompt, after, before)
 
     def _update(self) -> WeightUpdate:
         need(self.can.weight_update, "the engine cannot update its weights")
-        if self.weight_update is None:
+        if self.subject.weight_update is None:
             raise Skip("no new weights to try")
-        return self.weight_update
+        return self.subject.weight_update
 
     async def no_leaks(self) -> None:
         await self.nothing_in_flight()
