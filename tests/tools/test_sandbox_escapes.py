@@ -43,9 +43,15 @@ def config(request: pytest.FixtureRequest) -> dict:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _shut_down() -> Iterator[None]:
-    yield
-    shut_down()
+def own_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A name of Python that no other program uses, so that this module's workers can be told from others."""
+    original = sys.executable
+    link = tmp_path_factory.mktemp("bin") / f"python-{secrets.token_hex(8)}"
+    link.symlink_to(os.path.realpath(original))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(link))
+        yield original
+        shut_down()
 
 
 @pytest.fixture
@@ -104,7 +110,7 @@ def commands() -> dict[int, bytes]:
 
 
 def workers() -> set[int]:
-    return {pid for pid, command in commands().items() if b"sandbox/inside\0" in command}
+    return {pid for pid, command in commands().items() if command.startswith(sys.executable.encode())}
 
 
 # Processes, memory, output and files without end.
