@@ -34,6 +34,7 @@ class FakeLoop:
         self.now = end
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 3), st.floats(0.01, 8)), max_size=30))
 def test_each_deadline_expires_at_its_time_unless_lifted(calls: list[tuple[float, float]]) -> None:
     """Whatever begins and ends when: exactly the calls that last longer than five seconds expire, at five, with one timer at most."""

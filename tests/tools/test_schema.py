@@ -4,7 +4,7 @@ import copy
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ostinato_tools import ToolRegistry, ToolSchemaError, function_tool
@@ -119,7 +119,7 @@ def schemas_over(inner: st.SearchStrategy) -> st.SearchStrategy:
 SCHEMAS = st.recursive(st.booleans() | schemas_over(st.booleans()), schemas_over, max_leaves=5)
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SCHEMAS, VALUES)
 def test_the_quick_check_agrees_with_the_validator(schema: dict | bool, value: object) -> None:
     """The shortcut, where there is one, never changes the verdict of the general validator."""

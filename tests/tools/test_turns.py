@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato_tools import OutcomeKind, ToolExecutor, ToolRegistry, function_tool, get_parser
@@ -89,6 +89,7 @@ JSON_VALUES = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(JSON_VALUES)
 def test_values_reach_the_tool_unchanged(value: object) -> None:
     """No argument changes its type or loses a character between the text and the tool."""
