@@ -22,6 +22,7 @@ functools hashlib heapq io itertools json math operator pathlib pickle random re
 textwrap threading time typing unicodedata uuid zlib""".split()  # noqa: SIM905 - forty lines say no more
 _UID_BASE = 1_900_000_000
 """Far above the ids that systems and containers give out; the warden's process id is added to it."""
+_MANY_UIDS = 16384
 SHARED_UID = 65534
 """The user `nobody`, where there is no other."""
 _MORE_NAMESPACES = (syscalls.CLONE_NEWIPC, syscalls.CLONE_NEWUTS, syscalls.CLONE_NEWCGROUP)
@@ -245,11 +246,26 @@ def choose_uid(without: list[str]) -> tuple[int, str]:
         return current, ""
     if "drop_root" in without:
         return 0, "left out by configuration"
-    own = _UID_BASE + os.getpid()
-    for uid in (own, SHARED_UID):
-        if _is_mapped(uid):
-            return uid, ""
-    return 0, "no other user is known in this user namespace"
+    try:
+        with open("/proc/self/uid_map") as lines:
+            uids = find_uids(lines.read(), os.getpid())
+    except OSError:
+        uids = [SHARED_UID]
+    return (uids[0], "") if uids else (0, "no other user is known in this user namespace")
+
+
+def find_uids(uid_map: str, pid: int) -> list[int]:
+    """Return users that a worker may become, the best first.
+
+    Args:
+        uid_map: Text of /proc/self/uid_map: the users that exist in this namespace.
+        pid: Of the warden; users that are derived from it are used by no other worker at the same time.
+    """
+    ranges = [(int(first), int(count)) for first, _, count in (line.split() for line in uid_map.splitlines())]
+    found = [_UID_BASE + pid] if any(first <= _UID_BASE + pid < first + count for first, count in ranges) else []
+    found += [first + count - 3 - pid % (count // 2) for first, count in ranges if count >= _MANY_UIDS]
+    found += [SHARED_UID] if any(first <= SHARED_UID < first + count for first, count in ranges) else []
+    return found
 
 
 def become(uid: int, gid: int) -> None:
@@ -273,15 +289,6 @@ def _set_limit(name: str, value: int, *, spare: int = 0) -> None:
     if highest != resource.RLIM_INFINITY:
         value, spare = min(value, highest), min(spare, highest - min(value, highest))
     resource.setrlimit(limit, (value, value + spare))
-
-
-def _is_mapped(uid: int) -> bool:
-    try:
-        with open("/proc/self/uid_map") as lines:
-            ranges = [[int(part) for part in line.split()] for line in lines]
-    except OSError:
-        return uid == SHARED_UID
-    return any(first <= uid < first + count for first, _, count in ranges)
 
 
 def _readable_by_others(path: str) -> bool:

@@ -172,14 +172,22 @@ def install(*, among_equals: bool, only_own_signals: bool) -> None:
     machine = os.uname().machine
     if machine not in _ARCH or sys.byteorder != "little":
         raise OSError(errno.ENOSYS, f"no system call numbers are known for {machine}")
-    refused = REFUSED | (REFUSED_AMONG_EQUALS if among_equals else {})
-    program = _program(machine, refused, os.getpid() if only_own_signals else None)
+    target = os.getpid() if only_own_signals else None
+    program = compile_filter(machine, among_equals=among_equals, only_signals_to=target)
     code = ctypes.create_string_buffer(program, len(program))
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code)))
     prctl(_PR_SET_SECCOMP, 2, ctypes.addressof(header))
 
 
-def _program(machine: str, refused: dict[str, tuple[int | None, int | None]], signal_target: int | None) -> bytes:
+def compile_filter(machine: str, *, among_equals: bool, only_signals_to: int | None) -> bytes:
+    """Return the filter's program, eight bytes a line.
+
+    Args:
+        machine: `x86_64` or `aarch64`.
+        among_equals: See `install`.
+        only_signals_to: The one process that may be signalled; any if None.
+    """
+    refused = REFUSED | (REFUSED_AMONG_EQUALS if among_equals else {})
     column = 0 if machine == "x86_64" else 1
     lines = [
         _line(_LOAD, _ARCH_AT),
@@ -197,9 +205,9 @@ def _program(machine: str, refused: dict[str, tuple[int | None, int | None]], si
         *_when(_PRLIMIT[machine], [*_refuse_unless(0, 0), *_refuse_if(1, _EQUAL, _RLIMIT_CORE)]),
         *_when(_IOCTL[machine], _refuse_if(1, _EQUAL, _TIOCSTI, _TIOCLINUX)),
     ]
-    if signal_target is not None:
+    if only_signals_to is not None:
         for number in _KILL[machine]:
-            lines += _when(number, _allow_only(0, signal_target))
+            lines += _when(number, _allow_only(0, only_signals_to))
     for numbers in refused.values():
         number = numbers[column]
         if number is not None:
