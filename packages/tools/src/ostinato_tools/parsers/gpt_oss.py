@@ -27,6 +27,7 @@ _ENDS = ("<|end|>", _CALL, "<|return|>")
 _TEXT_END = Tags(_START, _CHANNEL, *_ENDS)
 _HEADER_END = Tags(_START, _MESSAGE, *_ENDS)
 _RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
+_WRITTEN = re.compile(r"\S")
 _CHANNEL_NAME = re.compile(r"\s*(\w+)")
 _SHAPE = '<|channel|>commentary to=functions.<name> <|constrain|>json<|message|>{"key": ...}<|call|>'
 _EXCERPT = 60
@@ -67,22 +68,23 @@ def _read_header(turn: Turn, has_role: bool) -> Steps[_Header | None]:
     while True:
         start = turn.position
         tag, at = yield from turn.find(_HEADER_END, start)
-        text = turn.text[start:at]
         turn.position = at + len(tag)
         if tag == _MESSAGE:
+            text = turn.text[start:at]
             header = _parse_header(text, has_role) if at - start < _LONG else _parse_header.__wrapped__(text, has_role)
             if header.error is not None:
                 turn.add_error(header.error)
             return header
-        if (text := text.strip()) or has_role:
-            excerpt = text[:_EXCERPT]
+        written = _WRITTEN.search(turn.text, start, at)
+        if written is not None or has_role:
+            excerpt = turn.text[written.start() : min(at, written.start() + _EXCERPT)] if written is not None else ""
             turn.add_error(
                 f"a message must have <|message|> between its header and its text, got {excerpt!r}; write both"
             )
         elif tag and tag != _START:
             turn.add_error(f"{tag} ends nothing; write a message first")
         if not tag:
-            if _CHANNEL not in text:  # no header at all: text for the reader
+            if turn.text.find(_CHANNEL, start) < 0:  # no header at all: text for the reader
                 turn.position = start
                 turn.begin_content()
                 turn.position = at
