@@ -25,6 +25,7 @@ from ostinato_tools.parsers.turn import Steps, Turn
 _START, _CHANNEL, _MESSAGE, _CALL = "<|start|>", "<|channel|>", "<|message|>", "<|call|>"
 _ENDS = ("<|end|>", _CALL, "<|return|>")
 _TEXT_END = Tags(_START, _CHANNEL, *_ENDS)
+_CHANNELS = Tags(_CHANNEL)
 _HEADER_END = Tags(_START, _MESSAGE, *_ENDS)
 _RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
 _WRITTEN = re.compile(r"\S")
@@ -84,7 +85,7 @@ def _read_header(turn: Turn, has_role: bool) -> Steps[_Header | None]:
         elif tag and tag != _START:
             turn.add_error(f"{tag} ends nothing; write a message first")
         if not tag:
-            if turn.text.find(_CHANNEL, start) < 0:  # no header at all: text for the reader
+            if _CHANNELS.search(turn.text, start) is None:  # no header at all: text for the reader
                 turn.position = start
                 turn.begin_content()
                 turn.position = at
