@@ -364,6 +364,7 @@ def test_a_stream_is_the_whole_text(name: str, data: st.DataObject) -> None:
     if data.draw(st.booleans()):
         cuts = list(range(len(text)))
     options = {key: data.draw(st.booleans()) for key in ("in_reasoning", "late_reasoning", "calls_in_reasoning")}
+    options = data.draw(st.sampled_from([{}, options]))
     whole = parser.parse(text, TOOLS, **options)
     stream = parser.stream(TOOLS, **options)
     deltas = [
@@ -388,11 +389,11 @@ def test_no_text_is_refused(name: str) -> None:
 @every_format
 def test_a_stream_tells_early(name: str) -> None:
     """Content is told as it comes, and a call when it has ended: nothing waits for the end of the text."""
-    stream = get_parser(name).stream(TOOLS)
+    stream = get_parser(name).stream(TOOLS, in_reasoning=False)
     intro = "<|channel|>final<|message|>" if name == "gpt_oss" else ""
     assert stream.feed(intro + "Hello") == [ContentDelta("Hello")]
     assert stream.feed(" world ") == [ContentDelta(" world")]
-    stream = get_parser(name).stream(TOOLS)
+    stream = get_parser(name).stream(TOOLS, in_reasoning=False)
     told = stream.feed(RENDERERS[name](ONE) + "<")
     assert [(delta.call.name, delta.call.arguments) for delta in told if isinstance(delta, CallDelta)] == ONE
 
@@ -414,16 +415,21 @@ def test_a_stream_takes_off_the_same_end(pieces: list[str], lengths: list[int]) 
 
 
 def test_a_stream_waits_while_reasoning_may_still_turn_up() -> None:
-    """Told that the prompt may have opened reasoning, a stream tells nothing before that is decided."""
-    stream = get_parser("hermes").stream(late_reasoning=True)
+    """Not told whether the prompt opened reasoning, a stream tells nothing before that is decided."""
+    stream = get_parser("hermes").stream()
     assert stream.feed("so be it") == []
     assert stream.feed("</think>") == [ReasoningDelta(""), ReasoningDelta("so be it")]
     assert stream.feed("yes") == [ContentDelta("yes")]
+    stream = get_parser("hermes").stream()
+    assert stream.feed("so be it") == []
+    assert stream.feed("<think>") == [ContentDelta("so be it"), ReasoningDelta("")]
+    stream = get_parser("hermes").stream(in_reasoning=True)
+    assert stream.feed("so be it") == [ReasoningDelta(""), ReasoningDelta("so be it")]
 
 
 def test_a_stream_holds_back_end_tokens() -> None:
     """An end token is never told as content, however it is cut, unless text follows that makes it content."""
-    stream = get_parser("hermes").stream()
+    stream = get_parser("hermes").stream(in_reasoning=False)
     assert stream.feed("a<|im_") == [ContentDelta("a")]
     assert stream.feed("end|>\n<|im_end|>") == []
     assert stream.feed("b<|im_end|>\n") == [ContentDelta("<|im_end|>\n<|im_end|>b")]

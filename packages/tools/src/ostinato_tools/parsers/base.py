@@ -119,7 +119,7 @@ class ToolParser(Protocol):
         *,
         id_prefix: str = "call_",
         end_tokens: Sequence[str] | None = None,
-        in_reasoning: bool = False,
+        in_reasoning: bool | None = None,
     ) -> TurnStream:
         """Begin to take a turn apart that is being sampled; the arguments are those of `parse`."""
         ...

@@ -77,14 +77,23 @@ class Format(ABC):
         *,
         id_prefix: str = "call_",
         end_tokens: Sequence[str] | None = None,
-        in_reasoning: bool = False,
-        late_reasoning: bool = False,
+        in_reasoning: bool | None = None,
+        late_reasoning: bool | None = None,
         calls_in_reasoning: bool = False,
     ) -> TurnStream:
-        """Begin to parse a turn that is being sampled. The arguments are those of `parse`.
+        """Begin to parse a turn that is being sampled. The finished turn is that of `parse` with the same arguments.
 
-        With `late_reasoning` nothing is certain, so nothing is told, before reasoning begins or the text ends; therefore
-        it is off here unless asked for. Either way the finished turn is that of `parse` with the same arguments.
+        Say whether the prompt opened reasoning (it ends with one of `reasoning_openers`, then), and everything is told as
+        it comes. Left open, a late closing tag may make all before it reasoning: then nothing is certain, so nothing is
+        told, before reasoning begins or the text ends.
+
+        Args:
+            tools: As for `parse`, as are `id_prefix`, `end_tokens` and `calls_in_reasoning`.
+            id_prefix: See there.
+            end_tokens: See there.
+            in_reasoning: Whether the prompt ended inside reasoning; None if that is not known.
+            late_reasoning: As for `parse`; if None, as long as `in_reasoning` is not known.
+            calls_in_reasoning: See there.
 
         Raises:
             ParserInputError: end tokens overlap or have white space around them.
@@ -94,8 +103,8 @@ class Format(ABC):
             ended=False,
             tools=tools,
             id_prefix=id_prefix,
-            in_reasoning=in_reasoning,
-            late_reasoning=late_reasoning,
+            in_reasoning=bool(in_reasoning),
+            late_reasoning=(in_reasoning is None) if late_reasoning is None else late_reasoning,
             calls_in_reasoning=calls_in_reasoning,
             make_id=self.make_id,
         )
