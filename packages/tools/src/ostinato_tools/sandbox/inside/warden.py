@@ -4,12 +4,14 @@ It holds no secret, reads nothing that the code writes, and lives as long as the
 """
 
 import contextlib
+import errno
 import os
 import select
 import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from . import scratch, syscalls
@@ -49,8 +51,6 @@ class Warden:
         self._status: int | None = None
         self._wake = self._catch_signals()
         self._parent = self._watch_parent(settings["parent"])
-        self._base = os.path.join(settings["folder"], f"ostinato-sandbox-{os.getpid()}-{os.urandom(6).hex()}")
-        os.mkdir(self._base, 0o700)
         self._group = ControlGroup()
         self._out_of_memory = False
         sys.executable = os.path.realpath(sys.executable)  # inside, only this one is there, and no link to it
@@ -58,6 +58,12 @@ class Warden:
         self._uid, self._why_root = choose_uid(settings["without"])
         self._make_group()
         self._namespaces = self._unshare()
+        self._base = os.path.join(settings["folder"], f"ostinato-sandbox-{os.getpid()}-{os.urandom(6).hex()}")
+        try:
+            os.mkdir(self._base, 0o700)
+        except OSError:
+            self._group.remove()
+            raise
 
     def run(self) -> None:
         """Start the runner, tell the parent, wait for an end, clean up."""
@@ -121,15 +127,23 @@ class Warden:
             why = "namespaces: left out by configuration" if without else "namespaces: Linux only"
             self._no_namespaces(why)
             return False
-        is_root = os.geteuid() == 0
+        number = 0 if os.geteuid() == 0 else _number_of_error(self._enter_namespaces)
+        if number:
+            self._no_namespaces(f"namespaces: {os.strerror(number)}")
+            return False
         try:
-            syscalls.unshare(syscalls.CLONE_NEWPID if is_root else syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWPID)
-            if not is_root:
-                self._map_user()
+            self._enter_namespaces()
         except OSError as error:
             self._no_namespaces(f"namespaces: {error.strerror}")
             return False
         return True
+
+    def _enter_namespaces(self) -> None:
+        if os.geteuid() == 0:
+            syscalls.unshare(syscalls.CLONE_NEWPID)
+        else:
+            syscalls.unshare(syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWPID)
+            self._map_user()
 
     def _no_namespaces(self, why: str) -> None:
         for name in ("files", "disk_total", "network", "other_processes", "no_leftovers"):
@@ -293,6 +307,21 @@ class Warden:
     def _tell(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
             send(self._control, message)
+
+
+def _number_of_error(attempt: Callable[[], None]) -> int:
+    """Try in a process of its own what may leave one halfway, and return the number of its error, 0 if there is none."""
+    child = os.fork()
+    if child == 0:
+        number = errno.ECANCELED
+        try:
+            attempt()
+            number = 0
+        except OSError as error:
+            number = error.errno or number
+        finally:
+            os._exit(number)
+    return abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def _children_of(parent: int) -> set[int]:
