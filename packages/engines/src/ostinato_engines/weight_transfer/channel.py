@@ -11,7 +11,7 @@ import time
 
 import msgspec
 
-from ostinato_engines.errors import WeightPeerLostError, WeightUpdateTimeoutError
+from ostinato_engines.errors import EngineInputError, WeightPeerLostError, WeightUpdateTimeoutError
 from ostinato_engines.types import WeightManifest
 
 PROTOCOL = 1
@@ -72,8 +72,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """Sender: that was all."""
 
     update: int
-    index: int
-    """How many buckets there were."""
+    num_buckets: int
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -108,7 +107,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket, *, timeout_s: float, peer: str) -> None:
         if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, got {timeout_s!r}; give seconds")
+            raise EngineInputError(f"timeout_s must be positive, got {timeout_s!r}; give seconds")
         self._connection = connection
         self._timeout_s = timeout_s
         self._peer = peer

@@ -35,6 +35,8 @@ class MemoryKind(StrEnum):
 class SlotMemory(Protocol):
     """Slots that one end fills and the other reads."""
 
+    is_kept: bool
+    """Whether it stays between updates: new pages of the host are slow, and a device's memory is wanted elsewhere."""
     num_slots: int
     slot_bytes: int
     handle: bytes
@@ -108,6 +110,8 @@ class SharedMemory:
     On Linux its size is sealed, so that a mapping never faults, and it does not count against /dev/shm, which containers
     keep small. Only who is given the descriptor can open it.
     """
+
+    is_kept = True
 
     def __init__(self, descriptor: int, *, num_slots: int, slot_bytes: int) -> None:
         self.num_slots = num_slots
@@ -191,6 +195,7 @@ def _anonymous_file(num_bytes: int) -> int:
 
     descriptor = os.memfd_create("ostinato-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
+        os.fchmod(descriptor, 0o600)
         os.posix_fallocate(descriptor, 0, num_bytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except BaseException:
@@ -201,6 +206,8 @@ def _anonymous_file(num_bytes: int) -> int:
 
 class DeviceMemory:
     """Memory of an accelerator, opened by a handle in another process of the host."""
+
+    is_kept = False
 
     def __init__(self, memory: Tensor, handle: bytes, *, num_slots: int, slot_bytes: int) -> None:
         self.num_slots = num_slots

@@ -4,10 +4,8 @@ Invariant: a stream that ends normally has given every tensor of the manifest ex
 A tensor is valid until the next one is taken, and is empty from then on; what is kept must be copied.
 """
 
-import itertools
 import socket
 from collections.abc import Generator, Iterator
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -29,8 +27,6 @@ from ostinato_engines.weight_transfer.channel import (
 from ostinato_engines.weight_transfer.memory import SlotMemory, open_memory
 from ostinato_engines.weight_transfer.progress import StreamProgress
 
-Part = TypeVar("Part")
-
 _SAME_VERSION = "use the same version of this package at both ends"
 
 
@@ -44,6 +40,7 @@ class WeightReceiver:
 
     def __init__(self, connection: socket.socket, *, timeout_s: float = 60.0) -> None:
         self._channel = Channel(connection, timeout_s=timeout_s, peer="sender of weights")
+        self._memory = _Kept()
 
     def next_update(self) -> "IncomingUpdate | None":
         """Waits for an offer; None once the sender has said goodbye.
@@ -59,7 +56,7 @@ class WeightReceiver:
                 continue
             if message.protocol == PROTOCOL:
                 try:
-                    return IncomingUpdate(self._channel, message)
+                    return IncomingUpdate(self._channel, message, self._memory)
                 except EngineError as error:
                     self._channel.send(Failed(message.update, type(error).__name__, str(error)))
                     continue
@@ -74,6 +71,19 @@ class WeightReceiver:
     def close(self) -> None:
         """Says goodbye; the sender's next `send` raises `WeightPeerLostError`."""
         self._channel.close()
+        self._memory.replace(None)
+
+
+class _Kept:
+    """The memory that the sender opened last, which it may use again."""
+
+    def __init__(self) -> None:
+        self.memory: SlotMemory | None = None
+
+    def replace(self, memory: SlotMemory | None) -> None:
+        before, self.memory = self.memory, memory
+        if before is not None:
+            before.close()
 
 
 class IncomingUpdate:
@@ -85,9 +95,10 @@ class IncomingUpdate:
         ManifestError: The manifest names a tensor twice.
     """
 
-    def __init__(self, channel: Channel, offer: Offer) -> None:
+    def __init__(self, channel: Channel, offer: Offer, kept: _Kept) -> None:
         self.manifest: WeightManifest = offer.manifest
         self._channel = channel
+        self._kept = kept
         self._update = offer.update
         self._progress = StreamProgress(offer.manifest)
         self._stream: Generator[tuple[str, Tensor], None, None] | None = None
@@ -129,39 +140,46 @@ class IncomingUpdate:
 
     def _read(self) -> Generator[tuple[str, Tensor], None, None]:
         self._channel.send(Accepted(self._update))
-        message, descriptors = self._next(MemoryOpened)
         try:
-            memory = open_memory(message, descriptors)
-        finally:
-            close_all(descriptors)
-        try:
-            yield from self._buckets(memory)
-        finally:
-            memory.close()
+            yield from self._buckets()
+        except BaseException:
+            self._kept.replace(None)
+            raise
+        if self._kept.memory is not None and not self._kept.memory.is_kept:
+            self._kept.replace(None)
         self._progress.finish()
         self._complete = True
 
-    def _buckets(self, memory: SlotMemory) -> Generator[tuple[str, Tensor], None, None]:
-        for index in itertools.count():
-            message, descriptors = self._next(Bucket, Ended)
-            close_all(descriptors)
-            if message.index != index:
-                raise WeightUpdateError(
-                    f"buckets must come in order, got number {message.index} after {index} of them; send a complete update"
-                )
-            if isinstance(message, Ended):
-                return
-            if not 0 <= message.slot < memory.num_slots:
-                raise WeightUpdateError(f"slot must be in [0, {memory.num_slots}), got {message.slot}; {_SAME_VERSION}")
-            for entry in message.entries:
-                tensor = memory.open_window(message.slot, entry.offset, self._progress.take(entry.name))
-                yield entry.name, tensor
-                memory.close_window(entry.name, tensor)
-            memory.settle()
-            self._channel.send(Taken(self._update, message.slot))
+    def _buckets(self) -> Generator[tuple[str, Tensor], None, None]:
+        num_buckets = 0
+        while not isinstance(message := self._next(), Ended):
+            if isinstance(message, Bucket):
+                self._check_order(message.index, num_buckets)
+                yield from self._tensors(message)
+                num_buckets += 1
+        self._check_order(message.num_buckets, num_buckets)
 
-    def _next(self, *kinds: type[Part]) -> tuple[Part, list[int]]:
-        """The sender's next message of this update, which must be of one of the kinds, and the descriptors that came with it."""
+    def _tensors(self, bucket: Bucket) -> Generator[tuple[str, Tensor], None, None]:
+        memory = self._kept.memory
+        if memory is None or not 0 <= bucket.slot < memory.num_slots:
+            raise WeightUpdateError(
+                f"slot must be one of the memory that was opened, got {bucket.slot}; {_SAME_VERSION}"
+            )
+        for entry in bucket.entries:
+            tensor = memory.open_window(bucket.slot, entry.offset, self._progress.take(entry.name))
+            yield entry.name, tensor
+            memory.close_window(entry.name, tensor)
+        memory.settle()
+        self._channel.send(Taken(self._update, bucket.slot))
+
+    def _check_order(self, index: int, expected: int) -> None:
+        if index != expected:
+            raise WeightUpdateError(
+                f"buckets must come in order, got number {index} after {expected} of them; send a complete update"
+            )
+
+    def _next(self) -> Bucket | Ended | None:
+        """The sender's next message of this update; None after new memory, which is opened."""
         received = self._channel.receive()
         if received is None:
             self._channel.abort()
@@ -169,16 +187,21 @@ class IncomingUpdate:
                 f"sender of weights must stay until the update is done, went away after {self._progress}; connect anew"
             )
         message, descriptors = received
-        if isinstance(message, kinds) and message.update == self._update:
-            return message, descriptors
-        close_all(descriptors)
-        if isinstance(message, Failed):
-            raise WeightUpdateError(
-                f"sender of weights must stream to their end, got {message.error}: {message.message} after "
-                f"{self._progress}; send a complete update"
-            )
+        try:
+            if message.update == self._update:
+                if isinstance(message, Bucket | Ended):
+                    return message
+                if isinstance(message, MemoryOpened):
+                    self._kept.replace(open_memory(message, descriptors))
+                    return None
+                if isinstance(message, Failed):
+                    raise WeightUpdateError(
+                        f"sender of weights must stream to their end, got {message.error}: {message.message} after "
+                        f"{self._progress}; send a complete update"
+                    )
+        finally:
+            close_all(descriptors)
         self._channel.abort()
-        wanted = " or ".join(kind.__name__ for kind in kinds)
         raise WeightPeerLostError(
-            f"sender of weights must send {wanted} of update {self._update}, got {message!r:.200}; {_SAME_VERSION}"
+            f"sender of weights must send buckets of update {self._update}, got {message!r:.200}; {_SAME_VERSION}"
         )

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from ostinato_engines import device as devices
 from ostinato_engines import errors as engine_errors
-from ostinato_engines.errors import EngineError, EngineInputError, WeightPeerLostError, WeightUpdateError
+from ostinato_engines.errors import (
+    EngineError,
+    EngineInputError,
+    WeightPeerLostError,
+    WeightUpdateError,
+    WeightUpdateTimeoutError,
+)
 from ostinato_engines.types import TensorSpec, WeightManifest
 from ostinato_engines.weight_transfer.channel import (
     Accepted,
@@ -71,6 +77,7 @@ class WeightSender:
         self._bucket_bytes = bucket_bytes
         self._channel = Channel(connection, timeout_s=timeout_s, peer="receiver of weights")
         self._updates = itertools.count(1)
+        self._memory: SlotMemory | None = None
 
     def send(self, manifest: WeightManifest, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Sends one complete update; returns once the new weights serve.
@@ -90,25 +97,20 @@ class WeightSender:
         with self._telling_failures(update, progress):
             self._channel.send(Offer(update, manifest))
             self._expect(update, Accepted)
-            memory = create_memory(self._kind, self._device, num_slots=NUM_SLOTS, slot_bytes=slot_bytes)
-            try:
-                self._channel.send(
-                    MemoryOpened(update, self._kind, NUM_SLOTS, slot_bytes, memory.handle),
-                    descriptors=memory.descriptors,
-                )
-                buckets = _BucketWriter(
-                    memory,
-                    lambda index, slot, entries: self._channel.send(Bucket(update, index, slot, entries)),
-                    lambda: self._expect(update, Taken).slot,
-                )
-                for name, tensor in weights:
-                    buckets.add(progress.check(name, tensor), tensor)
-                    del tensor
-                progress.finish()
-                self._channel.send(Ended(update, buckets.finish()))
-                self._expect(update, Done)
-            finally:
-                memory.close()
+            buckets = _BucketWriter(
+                self._memory_for(update, slot_bytes),
+                self._bucket_bytes,
+                lambda index, slot, entries: self._channel.send(Bucket(update, index, slot, entries)),
+                lambda: self._expect(update, Taken).slot,
+            )
+            for name, tensor in weights:
+                buckets.add(progress.check(name, tensor), tensor)
+                del tensor
+            progress.finish()
+            self._channel.send(Ended(update, buckets.finish()))
+            self._expect(update, Done)
+            if self._memory is not None and not self._memory.is_kept:
+                self._drop_memory()
 
     def abort(self) -> None:
         """Ends the conversation at once, from any thread; a `send` that waits raises `WeightPeerLostError`."""
@@ -117,6 +119,22 @@ class WeightSender:
     def close(self) -> None:
         """Says goodbye: the receiver's `next_update` returns None."""
         self._channel.close()
+        self._drop_memory()
+
+    def _memory_for(self, update: int, slot_bytes: int) -> SlotMemory:
+        """The memory of the update before, where it is large enough; else new, and the receiver is told."""
+        if self._memory is None or self._memory.slot_bytes < slot_bytes:
+            self._drop_memory()
+            memory = create_memory(self._kind, self._device, num_slots=NUM_SLOTS, slot_bytes=slot_bytes)
+            self._memory = memory
+            opened = MemoryOpened(update, self._kind, NUM_SLOTS, slot_bytes, memory.handle)
+            self._channel.send(opened, descriptors=memory.descriptors)
+        return self._memory
+
+    def _drop_memory(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
 
     def _expect(self, update: int, kind: type[Answer]) -> Answer:
         """The next answer of a kind to this update; what belongs to an earlier one is late, and dropped."""
@@ -144,15 +162,16 @@ class WeightSender:
 
     @contextmanager
     def _telling_failures(self, update: int, progress: StreamProgress) -> Iterator[None]:
-        """Tells the receiver what went wrong here, so that it need not wait."""
+        """Tells the receiver what went wrong here, so that it need not wait; after a failure both ends open new memory."""
         try:
             yield
-        except _TheirFailure as failure:
-            raise failure.error from None
-        except (WeightPeerLostError, TimeoutError):
-            self._channel.abort()
-            raise
         except BaseException as error:
+            self._drop_memory()
+            if isinstance(error, _TheirFailure):
+                raise error.error from None
+            if isinstance(error, WeightPeerLostError | WeightUpdateTimeoutError):
+                self._channel.abort()
+                raise
             with suppress(WeightUpdateError):
                 self._channel.send(Failed(update, type(error).__name__, str(error)))
             if isinstance(error, EngineError) or not isinstance(error, Exception):
@@ -166,10 +185,12 @@ class _BucketWriter:
     def __init__(
         self,
         memory: SlotMemory,
+        bucket_bytes: int,
         hand_over: Callable[[int, int, tuple[Entry, ...]], None],
         wait_for_slot: Callable[[], int],
     ) -> None:
         self._memory = memory
+        self._bucket_bytes = bucket_bytes
         self._hand_over = hand_over
         self._wait_for_slot = wait_for_slot
         self._free = list(range(memory.num_slots))
@@ -181,7 +202,7 @@ class _BucketWriter:
     def add(self, spec: TensorSpec, tensor: Tensor) -> None:
         """Copies a tensor into the bucket; waits for a free slot where one is needed."""
         num_bytes = num_bytes_of(spec)
-        if self._used + num_bytes > self._memory.slot_bytes:
+        if self._entries and self._used + num_bytes > self._bucket_bytes:
             self.finish()
             self._slot = self._free.pop() if self._free else self._wait_for_slot()
             self._used = 0
