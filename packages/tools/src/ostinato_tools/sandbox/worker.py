@@ -92,7 +92,7 @@ class Worker:
             self._start()
         except OSError as error:
             raise ToolInfrastructureError(
-                f"a sandbox process must start, got {error}; each takes three open files and two processes, so raise their limits or lower max_workers"
+                f"a sandbox process must start, got {error}; each takes three open files and two processes: raise limits or lower max_workers"
             ) from error
 
     def _start(self) -> None:
