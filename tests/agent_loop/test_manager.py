@@ -21,10 +21,15 @@ from ostinato_agent_loop import (
     TrajectoryEnd,
     UnknownAgentError,
     load_manager_class,
+    make_parser,
+    make_tool_executor,
     register,
 )
 from ostinato_engines import EngineNotReadyError
 from ostinato_rollout import Failure, FailureKind, NoReplicaError, SessionBudget
+from ostinato_tokenization import ChatTokenizer
+from ostinato_tokenization.testing import tiny_chat_tokenizer, tiny_tokenizer
+from ostinato_tools import TruncateUnit, UnknownParserError
 
 DONE = "done<|im_end|>"
 
@@ -418,3 +423,27 @@ def test_the_manager_is_replaceable_by_class_path(world):
         load_manager_class(AgentConfig(agent_loop_manager_class="collections.OrderedDict"))
     with pytest.raises(AgentConfigError, match="pool must be given"):
         AgentLoopManager(RolloutConfig(), tokens=None, budget=SessionBudget(1, 1), client=world.client, colocated=True)
+
+
+def test_the_parser_is_the_named_one_or_the_one_that_the_template_tells():
+    """`format` names a parser; `auto` takes the chat template's, and says so where that tells none."""
+    tokenizer = tiny_chat_tokenizer()
+    assert make_parser(MultiTurnConfig(format="glm"), tokenizer).name == "glm"
+    assert make_parser(MultiTurnConfig(format="auto"), tokenizer).name == "hermes"
+    silent = ChatTokenizer(tiny_tokenizer(), "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+    with pytest.raises(UnknownParserError, match="template must tell one format"):
+        make_parser(MultiTurnConfig(format="auto"), silent)
+
+
+async def test_answers_of_tools_are_cut_by_tokens_where_that_is_asked_for():
+    """`tool_response_truncate_unit` decides whether the limit counts characters or the tokenizer's tokens."""
+    tokenizer = tiny_chat_tokenizer()
+    text = "word " * 100
+    for unit in TruncateUnit:
+        config = MultiTurnConfig(
+            max_tool_response_length=20, tool_response_truncate_side="right", tool_response_truncate_unit=unit
+        )
+        shortened = make_tool_executor(config, tokenizer).shorten(text)
+        kept = shortened[: next(i for i, (a, b) in enumerate(zip(shortened, text, strict=False)) if a != b)]
+        size = len(kept) if unit is TruncateUnit.CHARACTERS else len(tokenizer.encode_text(kept))
+        assert size in range(15, 21)

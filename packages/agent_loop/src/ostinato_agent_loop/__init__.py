@@ -21,7 +21,7 @@ from ostinato_agent_loop.errors import (
     RewardResultError,
     UnknownAgentError,
 )
-from ostinato_agent_loop.manager import AgentLoopManager, load_manager_class, make_tool_executor
+from ostinato_agent_loop.manager import AgentLoopManager, load_manager_class, make_parser, make_tool_executor
 from ostinato_agent_loop.output import AgentLoopMetrics, AgentLoopOutput, TrajectoryEnd, outputs_from_session
 from ostinato_agent_loop.registry import agent_loop_class, load_agent_loops, register
 from ostinato_agent_loop.reward import RewardFn, RewardResult
@@ -62,6 +62,7 @@ __all__ = [
     "batch_metrics",
     "load_agent_loops",
     "load_manager_class",
+    "make_parser",
     "make_tool_executor",
     "outputs_from_session",
     "register",

@@ -11,7 +11,7 @@ import msgspec
 
 from ostinato_engines import SamplingParams
 from ostinato_rollout import SessionConfig
-from ostinato_tools import TruncateSide
+from ostinato_tools import TruncateSide, TruncateUnit
 
 
 def _check_at_least(node: Any, minimum: int, *names: str) -> None:
@@ -37,7 +37,9 @@ class MultiTurnConfig(SessionConfig, frozen=True, forbid_unknown_fields=True, kw
     """Turns in a row that may hold only unreadable tool calls; each is answered with what was wrong, the next one
     ends the trajectory. 0 ends it at the first."""
     max_tool_response_length: int = 256
-    """Longest text of a tool's answer, in characters; more is cut."""
+    """Longest text of a tool's answer; more is cut."""
+    tool_response_truncate_unit: TruncateUnit = TruncateUnit.CHARACTERS
+    """What `max_tool_response_length` counts: `characters` or `tokens`."""
     tool_response_truncate_side: TruncateSide = TruncateSide.MIDDLE
     """Which part of a too long answer is cut out: `left`, `right` or `middle`."""
     tool_config_path: str | None = None

@@ -20,9 +20,17 @@ from ostinato_agent_loop.rows import row_agent_name
 from ostinato_agent_loop.trajectory import RolloutBatch, Trajectory
 from ostinato_agent_loop.worker import AgentLoopWorker, TrajectoryTask
 from ostinato_engines import SamplingParams
-from ostinato_rollout import Failure, LLMServerClient, RolloutScheduler, ServerPool, SessionBudget, derive_seed
-from ostinato_tokenization import ContinuousTokens
-from ostinato_tools import ToolExecutor, get_parser, load_tools
+from ostinato_rollout import (
+    Failure,
+    LLMServerClient,
+    RolloutScheduler,
+    ServerPool,
+    SessionBudget,
+    SessionConfig,
+    derive_seed,
+)
+from ostinato_tokenization import ChatTokenizer, ContinuousTokens
+from ostinato_tools import ToolExecutor, ToolParser, TruncateUnit, get_parser, load_tools, parser_for
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +84,8 @@ class AgentLoopManager:
             tokens=tokens,
             config=config.multi_turn,
             budget=budget,
-            tools=make_tool_executor(config.multi_turn) if tools is None else tools,
-            parser=get_parser(config.multi_turn.format),
+            tools=make_tool_executor(config.multi_turn, tokens.tokenizer) if tools is None else tools,
+            parser=make_parser(config.multi_turn, tokens.tokenizer),
         )
         self._workers = [
             AgentLoopWorker(context, config.agent, reward_fn=reward_fn) for _ in range(config.agent.num_workers)
@@ -209,8 +217,21 @@ def load_manager_class(config: AgentConfig) -> type[AgentLoopManager]:
     return import_class(config.agent_loop_manager_class, AgentLoopManager, "agent.agent_loop_manager_class")
 
 
-def make_tool_executor(config: MultiTurnConfig) -> ToolExecutor:
+def make_parser(config: SessionConfig, tokenizer: ChatTokenizer) -> ToolParser:
+    """Return the parser that the settings name, or for `auto` the one that the chat template tells.
+
+    Raises:
+        ToolError: There is no such parser, or the template tells none.
+    """
+    return parser_for(tokenizer.tool_template) if config.format == "auto" else get_parser(config.format)
+
+
+def make_tool_executor(config: MultiTurnConfig, tokenizer: ChatTokenizer) -> ToolExecutor:
     """Return the executor that the settings describe; without `enable` it has no tools.
+
+    Args:
+        config: Which tools, and their limits.
+        tokenizer: Counts tokens where answers are cut by them.
 
     Raises:
         ToolError: The files that the settings name cannot be loaded.
@@ -226,4 +247,6 @@ def make_tool_executor(config: MultiTurnConfig) -> ToolExecutor:
         timeout_s=config.tool_timeout_s,
         max_response_length=config.max_tool_response_length,
         truncate_side=config.tool_response_truncate_side,
+        truncate_unit=config.tool_response_truncate_unit,
+        encode=tokenizer.encode_text if config.tool_response_truncate_unit is TruncateUnit.TOKENS else None,
     )

@@ -11,7 +11,7 @@ class SessionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """What a conversation needs to know beyond its budget."""
 
     format: str = "hermes"
-    """How the model writes tool calls: the name of a tool parser."""
+    """How the model writes tool calls: the name of a tool parser, or `auto` for the one that the chat template tells."""
     tokenization_sanity_check_mode: SanityCheckMode = SanityCheckMode.STRICT
     """Compare, once at the end of a conversation, the recorded tokens with a fresh render of its messages:
     `strict` reports every difference, `ignore_strippable` only those beyond whitespace, `disable` compares nothing."""

@@ -22,7 +22,6 @@ from ostinato_tokenization.messages import Message, check_unicode, normalize_mes
 from ostinato_tokenization.plain_text import ControlToken, EncodePlain, PlainEncoder, control_tokens, marks_start
 from ostinato_tokenization.rendering import (
     arguments_as_text,
-    compared_texts,
     compile_template,
     own_variables,
     render_template,
@@ -151,6 +150,11 @@ class ChatTokenizer:
     def template_hash(self) -> str:
         """First 12 hex digits of the SHA-256 of the template's text."""
         return hashlib.sha256(msgspec.json.encode(self._sources, order="sorted")).hexdigest()[:12]
+
+    @property
+    def tool_template(self) -> str:
+        """Text of the template that is used where tools are given."""
+        return self._sources.get("tool_use", self._sources["default"])
 
     @property
     def eos_token(self) -> str:
@@ -373,9 +377,10 @@ class ChatTokenizer:
         """Whether rendered text begins with a control string."""
         return self._given.pattern.match(text) is not None
 
-    def compared_texts(self) -> frozenset[str]:
-        """Texts that the template may look for in messages."""
-        return compared_texts(self._sources["default"])
+    @property
+    def template_sources(self) -> tuple[str, ...]:
+        """The texts of the templates."""
+        return tuple(self._sources.values())
 
     def profile(self, template_kwargs: Mapping[str, Any] | None = None) -> TemplateProfile:
         """How the template behaves under these variables; probed once."""

@@ -70,7 +70,7 @@ async def _run(config: Config, callbacks: Sequence[TrainerCallback]) -> None:
     seed_all(config.trainer.seed)
     model = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model)
-    tools = make_tool_executor(config.actor_rollout_ref.rollout.multi_turn)
+    tools = make_tool_executor(config.actor_rollout_ref.rollout.multi_turn, tokenizer)
     rewards = RewardManager(config.reward, tokenizer)
     pool = ServerPool([build_server(config)])
     manager = build_manager(config, tokenizer, pool, tools, rewards)
@@ -90,6 +90,7 @@ async def _run(config: Config, callbacks: Sequence[TrainerCallback]) -> None:
         loggers = Loggers.from_config(config)
         stack.callback(loggers.close)
         stack.push_async_callback(pool.shutdown)
+        stack.push_async_callback(tools.close)
         await pool.start()
         parts = TrainerParts(
             loader=loader,
@@ -143,6 +144,8 @@ def build_server(config: Config) -> AsyncServerBase:
         max_model_len=max_model_len,
         max_num_seqs=rollout.max_num_seqs,
         full_determinism=rollout.full_determinism,
+        # The trainer's weights are float32 whatever both compute in.
+        cast_weights=True,
     )
 
 

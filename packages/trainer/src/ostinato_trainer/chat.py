@@ -10,11 +10,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from ostinato_agent_loop import make_parser
 from ostinato_engines import SamplingParams
 from ostinato_engines.transformers_server import TransformersServer
 from ostinato_rollout import BudgetExceededError, ChatSession, LLMServerClient, SessionBudget, SessionConfig
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens, TokenizationError
-from ostinato_tools import ToolExecutor, TrajectoryTools, get_parser, load_tools
+from ostinato_tools import ToolExecutor, TrajectoryTools, load_tools
 from ostinato_trainer.config import Config
 from ostinato_trainer.config_loading import load_config
 from ostinato_trainer.errors import CheckpointError
@@ -70,6 +71,8 @@ async def _converse(
             f"{model_path} must hold a tokenizer with a chat template, got: {error}; "
             "add tokenizer.json and chat_template.jinja to that folder"
         ) from error
+    config = SessionConfig(format=tool_format)
+    parser = make_parser(config, tokenizer)
     server = TransformersServer(str(model_path))
     await server.start()
     client = LLMServerClient([server])
@@ -89,14 +92,15 @@ async def _converse(
                 session = ChatSession(
                     client=client,
                     tokens=ContinuousTokens(tokenizer),
-                    config=SessionConfig(format=tool_format),
+                    config=config,
                     budget=budget,
-                    parser=get_parser(tool_format),
+                    parser=parser,
                     tools=tools.schemas,
                 )
                 stack.push_async_callback(session.close)
                 goes_on = await _one_conversation(session, tools, params, console)
     finally:
+        await executor.close()
         await server.shutdown()
 
 
