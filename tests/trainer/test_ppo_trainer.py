@@ -244,3 +244,9 @@ def test_callbacks_see_every_step(home: Path, tmp_path: Path) -> None:
         "perf/throughput",
     }
     assert expected <= seen[1][1].keys()
+
+
+def test_a_run_in_bfloat16_reaches_its_last_step(home: Path, tmp_path: Path) -> None:
+    """With actor.dtype=bfloat16 the engine takes the float32 weights of the trainer, rounded, step after step."""
+    run_training(configured(home, tmp_path, "actor_rollout_ref.actor.dtype=bfloat16"))
+    assert [record["step"] for record in records(tmp_path)] == [1, 2]
