@@ -61,9 +61,7 @@ async def follow(make_model):
 def again(server):
     """A new sender for a running engine, and the task that follows it."""
     ours, theirs = socket.socketpair()
-    receiver = WeightReceiver(theirs, timeout_s=20)
-    task = asyncio.ensure_future(serve_weight_updates(server, receiver))
-    task.add_done_callback(lambda _: receiver.close())
+    task = asyncio.ensure_future(serve_weight_updates(server, WeightReceiver(theirs, timeout_s=20)))
     return WeightSender(ours, bucket_bytes=4096, timeout_s=20), task
 
 

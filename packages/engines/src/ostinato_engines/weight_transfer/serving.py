@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -21,25 +21,23 @@ async def serve_weight_updates(server: AsyncServerBase, receiver: WeightReceiver
     """Gives a server every update that a sender offers, until the sender says goodbye.
 
     An update that fails is logged and reported to the sender; the server then waits for a complete one, as its contract
-    says. Cancelling this ends the conversation and an update that is under way.
+    says. Cancelling this ends the conversation and an update that is under way. The receiver is closed at the end.
 
     Raises:
         WeightPeerLostError: The sender is gone, or stands still.
     """
-    while (update := await _in_thread(receiver.next_update, receiver.abort)) is not None:
-        applying = asyncio.ensure_future(server.update_weights(update.manifest, update))
-        try:
-            await asyncio.shield(applying)
-            update.finish()
-        except asyncio.CancelledError:
-            receiver.abort()
-            applying.cancel()
-            await asyncio.wait([applying])
-            raise
-        # The boundary between two processes: the sender is told, and raises.
-        except Exception as error:
-            logger.warning("update to version %d failed: %s", update.manifest.version, error)
-            update.fail(error)
+    try:
+        while (update := await _or_abort(asyncio.to_thread(receiver.next_update), receiver.abort)) is not None:
+            try:
+                # A server that waits for the stream in a thread learns of a cancellation by its end.
+                await _or_abort(server.update_weights(update.manifest, update), receiver.abort, cancel=True)
+                update.finish()
+            # The boundary between two processes: the sender is told, and raises.
+            except Exception as error:
+                logger.warning("update to version %d failed: %s", update.manifest.version, error)
+                update.fail(error)
+    finally:
+        receiver.close()
 
 
 async def send_weights(sender: WeightSender, manifest: WeightManifest, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -48,17 +46,19 @@ async def send_weights(sender: WeightSender, manifest: WeightManifest, weights: 
     Raises:
         EngineError: As `WeightSender.send`.
     """
-    await _in_thread(lambda: sender.send(manifest, weights), sender.abort)
+    await _or_abort(asyncio.to_thread(sender.send, manifest, weights), sender.abort)
 
 
-async def _in_thread(work: Callable[[], T], abort: Callable[[], None]) -> T:
-    """Blocking work on a socket; a cancelled caller aborts it and waits until it has ended."""
-    running = asyncio.ensure_future(asyncio.to_thread(work))
+async def _or_abort(work: Coroutine[Any, Any, T], abort: Callable[[], None], *, cancel: bool = False) -> T:
+    """Awaits work that blocks on a channel; a cancelled caller aborts the channel, and waits until the work has ended."""
+    task = asyncio.ensure_future(work)
     try:
-        return await asyncio.shield(running)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
         abort()
-        await asyncio.wait([running])
-        if not running.cancelled():
-            running.exception()
+        if cancel:
+            task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()
         raise
