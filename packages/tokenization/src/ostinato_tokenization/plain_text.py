@@ -6,6 +6,7 @@ Invariant: no id of a control token leaves `encode`. It knows nothing of templat
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Callable, Collection, Iterable
 from functools import cached_property
@@ -15,6 +16,8 @@ import tokenizers
 
 from ostinato_tokenization.errors import TokenizerLoadError
 from ostinato_tokenization.fast_bpe import Encode, describe, fast_encoder, id_array
+
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
 class EncodePlain(Protocol):
@@ -39,21 +42,32 @@ class ControlToken(NamedTuple):
 
 
 def control_tokens(tokenizer: tokenizers.Tokenizer) -> list[ControlToken]:
-    """The added tokens that text must not turn into, by id. Runs of whitespace are vocabulary, not control."""
+    """The added tokens that text must not turn into, by id. Runs of whitespace are vocabulary, not control, and so are
+    the single bytes into which a model takes unknown characters apart."""
+    added = sorted(tokenizer.get_added_tokens_decoder().items())
+    takes_apart = any(_BYTE_TOKEN.fullmatch(t.content) for _, t in added) and _falls_back_to_bytes(tokenizer)
     return [
         ControlToken(token_id, t.content, t.special, t.lstrip, t.rstrip, t.single_word, t.normalized)
-        for token_id, t in sorted(tokenizer.get_added_tokens_decoder().items())
-        if t.content.strip()
+        for token_id, t in added
+        if t.content.strip() and not (takes_apart and _BYTE_TOKEN.fullmatch(t.content))
     ]
 
 
+def _falls_back_to_bytes(tokenizer: tokenizers.Tokenizer) -> bool:
+    return bool(json.loads(tokenizer.to_str())["model"].get("byte_fallback"))
+
+
 def _without_prefix(part: Any) -> Any:
-    """The same normalizer or pre-tokenizer without the word-start mark that it puts before a text."""
+    """The same normalizer or pre-tokenizer without what it does to the beginning of a text, such as a word-start mark."""
     if isinstance(part, dict):
         if part.get("type") == "Prepend":
             return None
         if part.get("type") == "Metaspace":
             return {**part, "prepend_scheme": "never"}
+        if part.get("type") == "ByteLevel":
+            return {**part, "add_prefix_space": False}
+        if part.get("type") == "Strip":
+            return {**part, "strip_left": False}
         for key in ("normalizers", "pretokenizers"):
             if key in part:
                 kept = [item for item in map(_without_prefix, part[key]) if item is not None]
@@ -76,9 +90,9 @@ def _prepends(part: Any) -> bool:
 
 
 def marks_start(tokenizer: tokenizers.Tokenizer) -> bool:
-    """Whether the tokenizer puts a word-start mark before a text, as SentencePiece does."""
+    """Whether the tokenizer treats the beginning of a text apart: a word-start mark, as in SentencePiece, or a space."""
     parts = (describe(part) for part in (tokenizer.normalizer, tokenizer.pre_tokenizer))
-    return any(_prepends(part) or _metaspace_first(part) for part in parts)
+    return any(_without_prefix(part) != part for part in parts)
 
 
 class PlainEncoder:
@@ -100,7 +114,7 @@ class PlainEncoder:
         """Only the first text of a sequence gets a word-start mark."""
         self.prefix_by_normalizer = _prepends(normalizer)
         """The mark comes with normalization: once for all text between two tokens that are matched before it."""
-        self._marks = self.prefix_only_first or self.prefix_by_normalizer
+        self._marks = marks_start(tokenizer)
         self._fast_outer: Encode | None = None
         self._fast_inner: Encode | None = None
         plain_matching = not any(token.normalized or token.single_word for token in controls)

@@ -7,6 +7,7 @@ neither reach attributes outside its sandbox nor change what it is given. It kno
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -23,6 +24,8 @@ from ostinato_tokenization.errors import ChatTemplateError
 from ostinato_tokenization.messages import RawArguments
 
 _GIVEN = frozenset(("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"))
+_ESCAPED_MASK = re.compile(r"\\udb[89abAB][0-9a-fA-F]\\ud[c-fC-F][0-9a-fA-F]{2}")
+"""What JSON in ASCII makes of the private-use characters that stand for hidden text, and must still be found there."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -48,7 +51,12 @@ def _to_json(
 ) -> str:
     if isinstance(value, RawArguments):
         return value.text
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _ESCAPED_MASK.sub(_unescape, text) if ensure_ascii else text
+
+
+def _unescape(match: re.Match[str]) -> str:
+    return json.loads(f'"{match.group()}"')
 
 
 def _strftime_now(pattern: str) -> str:
@@ -105,6 +113,28 @@ def compared_texts(source: str) -> frozenset[str]:
 
     visit(_environment().parse(source), False)
     return frozenset(found - {""})
+
+
+@lru_cache(maxsize=256)
+def whole_numbers(source: str) -> frozenset[int]:
+    """The whole numbers in a template: lengths, counts and places from which on it may act otherwise."""
+    constants = _environment().parse(source).find_all(jinja2.nodes.Const)
+    return frozenset(node.value for node in constants if type(node.value) is int)
+
+
+@lru_cache(maxsize=256)
+def counts_in_cycles(source: str) -> bool:
+    """Whether a template does something at every third place, or more rarely."""
+    tree = _environment().parse(source)
+    if any(node.attr == "cycle" for node in tree.find_all(jinja2.nodes.Getattr)):
+        return True
+    if any(node.name == "divisibleby" for node in tree.find_all(jinja2.nodes.Test)):
+        return True
+    return any(
+        not isinstance(node.left, (jinja2.nodes.Const, jinja2.nodes.TemplateData))
+        and not (isinstance(node.right, jinja2.nodes.Const) and node.right.value in (1, 2))
+        for node in tree.find_all(jinja2.nodes.Mod)
+    )
 
 
 def arguments_as_text(messages: Sequence[Any]) -> list[Any]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 CALL_ID = "call00001"
 USER = {"role": "user", "content": "."}
+SYSTEM = {"role": "system", "content": "s"}
 PROBE_TOOL: Mapping[str, Any] = {
     "type": "function",
     "function": {
@@ -47,6 +48,27 @@ def calling_message(content: str, argument: str, *call_ids: str) -> dict[str, An
         for call_id in call_ids or (CALL_ID,)
     ]
     return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def probe_histories(num_messages: int) -> list[list[Mapping[str, Any]]]:
+    """Beginnings of conversations that end with a question, of different lengths and words; some templates refuse some.
+
+    Args:
+        num_messages: The length of the longest ones, about.
+    """
+    answer, question = {"role": "assistant", "content": "x, y"}, {"role": "user", "content": "How many\nare there?"}
+    looked_up = [question, calling_message("", "a"), tool_message("r"), answer]
+    rounds, call_rounds = num_messages // 2, num_messages // 4
+    return [
+        [SYSTEM, *looked_up, USER],
+        [*looked_up, USER],
+        [SYSTEM, question, answer, USER],
+        [question, answer, USER],
+        [question],
+        [SYSTEM, *looked_up * call_rounds, question],
+        [*[question, answer] * rounds, USER],
+        [SYSTEM, *[question, answer] * (rounds + 1), question],
+    ]
 
 
 class Boundaries(msgspec.Struct, frozen=True):
@@ -150,10 +172,16 @@ def _close_of(tokenizer: ChatTokenizer, turn: Mapping[str, Any], zone: str | Non
 
 def _render(tokenizer: ChatTokenizer, messages: Sequence[Mapping[str, Any]], following: Any) -> str | None:
     """The conversation with its sentinels, or None where the template refuses it or does not show them once each."""
-    for tools, variables in ((None, {}), ([PROBE_TOOL], {}), ([PROBE_TOOL], tokenizer.blank_variables)):
+    for opening, tools, variables in (
+        ([], None, {}),
+        ([], [PROBE_TOOL], {}),
+        ([], [PROBE_TOOL], tokenizer.blank_variables),
+        ([SYSTEM], None, {}),
+        ([SYSTEM], [PROBE_TOOL], tokenizer.blank_variables),
+    ):
         try:
             text = tokenizer.render_as_is(
-                messages, tools, add_generation_prompt=following is not None, template_kwargs=variables
+                [*opening, *messages], tools, add_generation_prompt=following is not None, template_kwargs=variables
             )
         except ChatTemplateError:
             continue

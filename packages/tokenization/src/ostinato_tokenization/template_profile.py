@@ -19,7 +19,16 @@ from ostinato_tokenization.compiled_tail import CompiledTail, Shape, compile_tai
 from ostinato_tokenization.control_text import NEXT_SENTINEL, SENTINEL, MaskTable
 from ostinato_tokenization.errors import ChatTemplateError, HistoryRewrittenError
 from ostinato_tokenization.messages import Message
-from ostinato_tokenization.template_probe import CALL_ID, PROBE_TOOL, USER, calling_message, tool_message
+from ostinato_tokenization.rendering import compared_texts, counts_in_cycles, whole_numbers
+from ostinato_tokenization.template_probe import (
+    CALL_ID,
+    PROBE_TOOL,
+    SYSTEM,
+    USER,
+    calling_message,
+    probe_histories,
+    tool_message,
+)
 from ostinato_tokenization.turn_frame import PLAIN_TURN, TurnFrame
 
 if TYPE_CHECKING:
@@ -29,15 +38,15 @@ _logger = logging.getLogger(__name__)
 
 _MAX_TAILS = 256
 _SECOND_ID = "call00002"
-_SYSTEM = {"role": "system", "content": "s"}
 _USUAL_ROLES = frozenset(("user", "tool"))
-_HISTORIES: tuple[tuple[Mapping[str, Any], ...], ...] = (
-    (_SYSTEM, USER, calling_message("", "a"), tool_message("r"), {"role": "assistant", "content": "x"}, USER),
-    (USER, calling_message("", "a"), tool_message("r"), {"role": "assistant", "content": "x"}, USER),
-    (_SYSTEM, USER, {"role": "assistant", "content": "x"}, USER),
-    (USER, {"role": "assistant", "content": "x"}, USER),
-    (USER,),
+_NUM_SHORT_HISTORIES = 5
+_MIN_LONG_HISTORY = 40
+_MAX_LONG_HISTORY = 400
+_PROBE_TOOLS: tuple[Mapping[str, Any], ...] = (
+    PROBE_TOOL,
+    {"type": "function", "function": {**PROBE_TOOL["function"], "name": "lookup"}},
 )
+_ANSWER = {"role": "assistant", "content": "So many words, more than\nthirty characters: yes. "}
 
 
 class Splice(IntEnum):
@@ -131,7 +140,8 @@ class TemplateProfile:
         tail = None
         roles = frozenset(role for role, _, _ in shape)
         if self.splice_for(shape[0][0] == "tool", roles) == Splice.SYNTHETIC:
-            tail = compile_tail(self._tokenizer, shape, self._synthetic_text, self._tokenizer.compared_texts())
+            asked_for = frozenset().union(*map(compared_texts, self._tokenizer.template_sources))
+            tail = compile_tail(self._tokenizer, shape, self._synthetic_text, asked_for)
         if len(self._tails) >= _MAX_TAILS:
             self._tails.clear()
         self._tails[shape] = tail
@@ -186,7 +196,7 @@ class TemplateProfile:
         started_at: float | None,
     ) -> str | None:
         """What follows the assistant's turn, from its close on; None where the turn's end cannot be found."""
-        for candidate in _marked(turn):
+        for candidate, num_marks in _marked(turn):
             text = self._tokenizer.render_as_is(
                 [*history, candidate, *new],
                 tools,
@@ -194,9 +204,9 @@ class TemplateProfile:
                 template_kwargs=self._kwargs,
                 started_at=started_at,
             )
-            _, found, after = text.rpartition(SENTINEL)
-            if not found:
+            if not 0 < text.count(SENTINEL) <= num_marks:  # repeated where another message quotes the turn
                 continue
+            after = text.rpartition(SENTINEL)[2]
             for offset, control in self._tokenizer.find_control(after):
                 if control in self._tokenizer.boundaries.ends:
                     return after[offset:]
@@ -237,28 +247,28 @@ class TemplateProfile:
         return splice
 
     def _probe_splice(self, tool: bool, others: frozenset[str]) -> Splice:
-        """The cheapest rendering whose result equals that of a long history, with and without tool schemas."""
-        usable = set(Splice)
-        for turn, new in _probe_cases(tool, others):
-            for tools in (None, [dict(PROBE_TOOL)]):
-                reference = self._long_reference(turn, new, tools)
-                if reference is None:
-                    continue
-                if NEXT_SENTINEL not in reference:
-                    return Splice.PREFIX
-                for splice in sorted(usable - {Splice.HISTORY, Splice.PREFIX}):
-                    probe_turn = turn if splice == Splice.REAL_TURN else PLAIN_TURN
-                    schemas = None if splice == Splice.SYNTHETIC else tools
-                    if self._try_after_turn([USER], probe_turn, new, schemas) != reference:
-                        usable.discard(splice)
-        return min(usable)
+        """The cheapest rendering whose result equals that of other histories, long ones among them, with tools and without."""
+        cheap: set[Splice] = {Splice.SYNTHETIC, Splice.SYNTHETIC_WITH_TOOLS, Splice.REAL_TURN}
+        sources = self._tokenizer.template_sources
+        if any(map(counts_in_cycles, sources)):
+            cheap.clear()
+        numbers = (number for source in sources for number in whole_numbers(source) if number < _MAX_LONG_HISTORY)
+        histories = probe_histories(max(_MIN_LONG_HISTORY, *numbers, 0) + 4)
+        for number, (turn, new) in enumerate(_probe_cases(tool, others)):
+            for tools in (None, list(_PROBE_TOOLS)):
+                found = {splice: self._try_probe_turn(splice, turn, new, tools) for splice in sorted(cheap)}
+                for history in histories if number == 0 else histories[:_NUM_SHORT_HISTORIES]:
+                    reference = self._try_after_turn(history, turn, new, tools)
+                    if reference is None:
+                        continue
+                    if NEXT_SENTINEL not in reference:
+                        return Splice.PREFIX
+                    cheap.difference_update(splice for splice, text in found.items() if text != reference)
+        return min({*cheap, Splice.HISTORY})
 
-    def _long_reference(self, turn: Message, new: list[Message], tools: list[Any] | None) -> str | None:
-        for history in _HISTORIES:
-            text = self._try_after_turn(history, turn, new, tools)
-            if text is not None:
-                return text
-        return None
+    def _try_probe_turn(self, splice: Splice, turn: Message, new: list[Message], tools: list[Any] | None) -> str | None:
+        schemas = None if splice == Splice.SYNTHETIC else tools
+        return self._try_after_turn([USER], turn if splice == Splice.REAL_TURN else PLAIN_TURN, new, schemas)
 
     def _try_after_turn(
         self, history: Sequence[Message], turn: Message, new: list[Message], tools: list[Any] | None
@@ -278,13 +288,19 @@ class TemplateProfile:
             ([USER, {**answer, "reasoning_content": "r"}, USER], False),
             ([USER, calling_message("x", "a"), tool_message("r"), answer, USER], True),
         )
-        return all(self._extends(messages, refusal=with_calls) for messages, with_calls in conversations)
+        for messages, may_be_refused in conversations:
+            extends = self._extends(messages)
+            extends = self._extends([SYSTEM, *messages]) if extends is None else extends
+            if not (may_be_refused if extends is None else extends):
+                return False
+        return True
 
-    def _extends(self, messages: Sequence[Message], *, refusal: bool) -> bool:
-        """Whether each rendering of these messages begins with that of one less; `refusal` where the template refuses."""
+    def _extends(self, messages: Sequence[Message]) -> bool | None:
+        """Whether each rendering of these messages begins with that of one less; None where the template refuses one."""
         tools = [dict(PROBE_TOOL)] if any("tool_calls" in message for message in messages) else None
+        first = 1 + (messages[0] is SYSTEM)
         try:
-            for length in range(1, len(messages)):
+            for length in range(first, len(messages)):
                 before, whole = (
                     self._tokenizer.render_as_is(
                         messages[:end],
@@ -298,40 +314,42 @@ class TemplateProfile:
                 if not whole.startswith(before):
                     return False
         except ChatTemplateError:
-            return refusal
+            return None
         return True
 
 
 def _probe_cases(tool: bool, others: frozenset[str]) -> list[tuple[Message, list[Message]]]:
     """Assistant turns and what follows them, a sentinel in the message whose place is asked for."""
     next_user = {"role": "user", "content": NEXT_SENTINEL}
-    cases: list[tuple[Message, list[Message]]] = [(PLAIN_TURN, [next_user])]
+    cases: list[tuple[Message, list[Message]]] = [(_ANSWER, [next_user]), ({**_ANSWER, "content": "."}, [next_user])]
     if tool:
         cases = [
             (calling_message("", "a"), [tool_message(NEXT_SENTINEL)]),
-            (calling_message("x", "a"), [tool_message(NEXT_SENTINEL)]),
+            (calling_message(_ANSWER["content"], "a"), [tool_message(NEXT_SENTINEL)]),
             (
                 calling_message("", "a", CALL_ID, _SECOND_ID),
                 [tool_message(NEXT_SENTINEL), tool_message("r2", _SECOND_ID)],
             ),
             (calling_message("", "a"), [tool_message(NEXT_SENTINEL), next_user]),
         ]
-    turn, first = (calling_message("x", "a"), [tool_message("r")]) if tool else (PLAIN_TURN, [])
+    turn, first = (calling_message("x", "a"), [tool_message("r")]) if tool else (_ANSWER, [])
     for role in sorted(others):
         other = {"role": role, "content": NEXT_SENTINEL}
         cases += [(turn, [*first, other]), (turn, [*first, other, USER])]
     return cases
 
 
-def _marked(turn: Message) -> list[Message]:
-    """The turn with sentinels where its last words are: what follows the last of them follows the turn."""
+def _marked(turn: Message) -> list[tuple[Message, int]]:
+    """The turn with sentinels at its last words, and how many: what follows the last of them follows the turn."""
+    content = turn["content"]
     if not turn.get("tool_calls"):
-        return [{**turn, "content": SENTINEL}]
+        return [(turn if content == SENTINEL else {**turn, "content": content + SENTINEL}, 1)]
     *calls, last = turn["tool_calls"]
     marked = {**last.get("function", last), "arguments": {"q": SENTINEL}}
     last = {**last, "function": marked} if "function" in last else marked
-    called = {**turn, "content": "", "tool_calls": [*calls, last]}
-    return [{**called, "content": SENTINEL}, called] if turn["content"] else [called]
+    called = {**turn, "tool_calls": [*calls, last]}
+    without = ({**called, "content": ""}, 1)
+    return [({**called, "content": content + SENTINEL}, 2), without] if content else [without]
 
 
 def check_prefix(before: str, whole: str) -> None:

@@ -6,13 +6,13 @@ Everything here is probed when it is first asked for. It knows nothing of how a 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ostinato_tokenization.control_text import NEXT_SENTINEL, SENTINEL, MaskTable
 from ostinato_tokenization.errors import ChatTemplateError
-from ostinato_tokenization.template_probe import USER
+from ostinato_tokenization.template_probe import SYSTEM, USER
 
 if TYPE_CHECKING:
     from ostinato_tokenization.chat_tokenizer import ChatTokenizer
@@ -33,19 +33,28 @@ class TurnFrame:
         self._tokenizer = tokenizer
         self._kwargs = template_kwargs
 
+    def _render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> str | None:
+        """The conversation, behind a system text where the template asks for one; None where it refuses both."""
+        for opening in ([], [SYSTEM]):
+            try:
+                return self._tokenizer.render_as_is(
+                    [*opening, *messages],
+                    None,
+                    add_generation_prompt=add_generation_prompt,
+                    template_kwargs=self._kwargs,
+                    started_at=0.0,
+                )
+            except ChatTemplateError:
+                continue
+        return None
+
     @cached_property
     def generation_prompt(self) -> str:
         """What the template writes to let the assistant speak; empty where that cannot be told apart."""
-        try:
-            with_prompt, without = (
-                self._tokenizer.render_as_is(
-                    [USER], None, add_generation_prompt=add, template_kwargs=self._kwargs, started_at=0.0
-                )
-                for add in (True, False)
-            )
-        except ChatTemplateError:
+        with_prompt, without = (self._render([USER], add_generation_prompt=add) for add in (True, False))
+        if with_prompt is None or without is None or not with_prompt.startswith(without):
             return ""
-        return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
+        return with_prompt[len(without) :]
 
     @cached_property
     def generation_prompt_ids(self) -> array[int]:
@@ -58,17 +67,7 @@ class TurnFrame:
     def prefill(self) -> str:
         """The end of the generation prompt that the template does not write before an earlier turn, such as `<think>`."""
         prompt = self.generation_prompt
-        try:
-            text = self._tokenizer.render_as_is(
-                [USER, PLAIN_TURN, USER],
-                None,
-                add_generation_prompt=False,
-                template_kwargs=self._kwargs,
-                started_at=0.0,
-            )
-        except ChatTemplateError:
-            return ""
-        before, found, _ = text.partition(SENTINEL)
+        before, found, _ = (self._render([USER, PLAIN_TURN, USER]) or "").partition(SENTINEL)
         for cut in range(len(prompt), 0, -1) if found else ():
             if before.endswith(prompt[:cut]):
                 return prompt[cut:]
@@ -77,16 +76,7 @@ class TurnFrame:
     @cached_property
     def close_lead_ids(self) -> tuple[int, ...]:
         """Ids that the template writes between an assistant's last words and the control string that ends the turn."""
-        try:
-            text = self._tokenizer.render_as_is(
-                [USER, PLAIN_TURN, {"role": "user", "content": NEXT_SENTINEL}],
-                None,
-                add_generation_prompt=False,
-                template_kwargs=self._kwargs,
-                started_at=0.0,
-            )
-        except ChatTemplateError:
-            return ()
+        text = self._render([USER, PLAIN_TURN, {"role": "user", "content": NEXT_SENTINEL}]) or ""
         zone = text.rpartition(SENTINEL)[2].partition(NEXT_SENTINEL)[0]
         for at, control in self._tokenizer.find_control(zone):
             if control in self._tokenizer.boundaries.ends:
@@ -97,11 +87,5 @@ class TurnFrame:
     def reasoning_close(self) -> str:
         """What the template writes between an assistant's reasoning and its answer."""
         turn = {"role": "assistant", "content": SENTINEL, "reasoning_content": NEXT_SENTINEL}
-        try:
-            text = self._tokenizer.render_as_is(
-                [USER, turn], None, add_generation_prompt=False, template_kwargs=self._kwargs, started_at=0.0
-            )
-        except ChatTemplateError:
-            text = ""
-        between = text.partition(NEXT_SENTINEL)[2].partition(SENTINEL)
+        between = (self._render([USER, turn]) or "").partition(NEXT_SENTINEL)[2].partition(SENTINEL)
         return between[0] if between[1] and between[0].strip() else "\n</think>\n\n"

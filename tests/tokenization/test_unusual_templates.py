@@ -1,0 +1,135 @@
+"""Templates that look at more than the message that they write, and tokenizers that look at where a text begins."""
+
+import pytest
+import tokenizers
+from tokenizers import normalizers, pre_tokenizers
+
+from ostinato_tokenization import ChatTokenizer, ContinuousTokens
+from ostinato_tokenization.testing import TINY_SPECIAL_TOKENS, tiny_tokenizer
+
+_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+def _template(body: str, *, before: str = "", prompt: str = _PROMPT) -> str:
+    """ChatML whose messages are written by `body`."""
+    call = "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + (c.function.arguments | tojson) + '</tool_call>' }}{% endfor %}"
+    return (
+        before
+        + "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        + body
+        + call
+        + "{{ '<|im_end|>\n' }}{% endfor %}"
+        + prompt
+    )
+
+
+_TEMPLATES = {
+    "numbers messages": _template("{{ loop.index ~ ': ' ~ m.content }}"),
+    "marks every fifth": _template("{% if loop.index0 % 5 == 4 %}{{ '* ' }}{% endif %}{{ m.content }}"),
+    "cycles": _template("{{ loop.cycle('a', 'b', 'c') ~ m.content }}"),
+    "divides": _template("{% if loop.index is divisibleby(7) %}{{ '* ' }}{% endif %}{{ m.content }}"),
+    "changes late": _template("{{ m.content }}{% if loop.index0 > 8 and m.role != 'assistant' %}{{ '!' }}{% endif %}"),
+    "changes very late": _template(
+        "{{ m.content }}{% if loop.index0 >= 60 and m.role != 'assistant' %}{{ '!' }}{% endif %}"
+    ),
+    "repeats the first question": _template(
+        "{% if m.role == 'user' and not loop.first %}{{ '(' + messages[0].content + ') ' }}{% endif %}{{ m.content }}"
+    ),
+    "looks at what was said": _template(
+        "{% if loop.previtem is defined and loop.previtem.content | length > 8 %}{{ '>> ' }}{% endif %}{{ m.content }}"
+    ),
+    "quotes what was said": _template(
+        "{% if m.role == 'user' and loop.previtem is defined %}{{ '> ' + loop.previtem.content + '\n' }}{% endif %}{{ m.content }}"
+    ),
+    "counts results": _template(
+        "{{ m.content }}{% if m.role == 'tool' %}"
+        "{{ ' #' ~ (messages[:loop.index] | selectattr('role', 'equalto', 'tool') | list | length) }}{% endif %}"
+    ),
+    "escapes results": _template("{{ (m.content | tojson(ensure_ascii=True)) if m.role == 'tool' else m.content }}"),
+}
+
+
+def _conversation(num_rounds: int, *, system: bool = False) -> list[dict]:
+    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"q": "a"}}}
+    messages = [{"role": "system", "content": "Be brief."}] if system else []
+    messages.append({"role": "user", "content": "What is it?"})
+    for number in range(num_rounds):
+        if number % 3 == 1:
+            messages += [
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": f"é{number}<|im_end|>", "tool_call_id": "call00001", "name": "f"},
+            ]
+        else:
+            said = "A good long answer." if number % 2 else "No."
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"And {number}?"}]
+    return messages
+
+
+def _assert_turn_by_turn_is_whole(tokenizer: ChatTokenizer, messages: list[dict]) -> None:
+    """Every turn says what the whole conversation shows of it; what comes out must be the whole conversation."""
+    tokens = ContinuousTokens(tokenizer)
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    ledger = tokens.build_initial_tokens(messages[: turns[0]], [_TOOL])
+    for turn, end in zip(turns, [*turns[1:], len(messages)], strict=True):
+        whole = tokenizer.encode_chat(messages[:end], [_TOOL])
+        shown = whole[len(ledger) :]
+        stop = next(at for at, token_id in enumerate(shown) if token_id in tokenizer.stop_token_ids)
+        tokens.merge_assistant_tokens(ledger, shown[: stop + 1], None)
+        tokens.merge_context_messages(ledger, messages[: turn + 1], messages[turn + 1 : end], [_TOOL])
+        assert ledger.token_ids == whole, f"turn {turn}"
+
+
+@pytest.mark.parametrize("name", _TEMPLATES)
+@pytest.mark.parametrize("num_rounds", [7, 40])
+def test_what_a_template_writes_by_place_or_by_other_messages_is_continued_exactly(name, num_rounds):
+    """Text that depends on a message's number or on other messages is that of the whole conversation."""
+    tokenizer = ChatTokenizer(tiny_tokenizer(), _TEMPLATES[name], named_tokens={"eos_token": "<|im_end|>"})
+    _assert_turn_by_turn_is_whole(tokenizer, _conversation(num_rounds))
+
+
+def test_a_template_that_demands_a_system_text_is_probed_with_one():
+    """Where every conversation needs a system text, the ends of turns and the generation prompt are found all the same."""
+    demand = "{% if messages[0].role != 'system' %}{{ raise_exception('give a system text') }}{% endif %}"
+    tokenizer = ChatTokenizer(tiny_tokenizer(), _template("{{ m.content }}", before=demand))
+    assert tokenizer.stop_token_ids == (tokenizer.token_id("<|im_end|>"),)
+    assert tokenizer.profile().frame.generation_prompt == "<|im_start|>assistant\n"
+    assert tokenizer.profile().extends_history
+    _assert_turn_by_turn_is_whole(tokenizer, _conversation(7, system=True))
+
+
+def _with_spaces_before_text(kind: str) -> tokenizers.Tokenizer:
+    tokenizer = tiny_tokenizer()
+    if kind == "byte level":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    elif kind == "strip":
+        tokenizer.normalizer = normalizers.Strip()
+    else:
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True))
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+        pieces = ["<unk>", *(f"<0x{value:02X}>" for value in range(256))]
+        trainer = tokenizers.trainers.BpeTrainer(vocab_size=330, special_tokens=pieces, show_progress=False)
+        tokenizer.train_from_iterator(["User: Assistant: What is it? A good long answer. No. And"], trainer)
+        tokenizer.add_special_tokens(list(TINY_SPECIAL_TOKENS))
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["byte level", "strip", "metaspace always"])
+def test_a_continuation_in_words_is_no_beginning_of_a_text(kind):
+    """Where turns end in words, what is appended gets no word-start mark and loses no white space."""
+    template = (
+        "{% for m in messages %}{{ m.role | title + ':' + m.content + '\n\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+    )
+    tokenizer = ChatTokenizer(_with_spaces_before_text(kind), template)
+    tokens = ContinuousTokens(tokenizer)
+    messages = [{"role": "user", "content": "What?"}]
+    ledger = tokens.build_initial_tokens(messages)
+    new = [{"role": "user", "content": "It."}]
+    whole = tokenizer.encode_chat([*messages, {"role": "assistant", "content": "No."}, *new])
+    said = tokenizer.encode_masked(
+        "No.", tokenizer.render_masked(messages, add_generation_prompt=True)[1], continues=True
+    )
+    tokens.merge_assistant_tokens(ledger, said, None)
+    tokens.merge_context_messages(ledger, [*messages, {"role": "assistant", "content": "No."}], new)
+    assert ledger.token_ids == whole
