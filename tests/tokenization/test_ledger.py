@@ -192,13 +192,22 @@ TestLedgerMachine = LedgerMachine.TestCase
 
 
 @pytest.mark.parametrize("length", [0, 1, 255, 256, 257, 5000])
-def test_the_last_run_is_found_however_long_it_is(length):
-    """The run of one origin at the end is counted to its beginning, with and without anything before it."""
+def test_the_last_run_is_counted_however_long_it_is(length):
+    """The sampled ids at the end are counted, with and without others before them, in pieces, cut and copied."""
     for before in (0, 1, 300):
         ledger = TokenLedger()
         ledger.append([1] * before, Origin.CONTEXT)
         ledger.append_sampled([2] * length, None)
-        assert ledger.last_span(Origin.SAMPLED) == length
+        ledger.append([], Origin.REPAIR)
+        assert ledger.sampled_run == length
+        mark = ledger.mark()
+        ledger.append_sampled([2, 2], None)
+        assert ledger.sampled_run == length + 2
+        ledger.append([3], Origin.CONTEXT)
+        assert ledger.sampled_run == 0
+        ledger.truncate(mark)
+        assert ledger.sampled_run == ledger.fork().sampled_run == length
+        assert TokenLedger.from_bytes(ledger.to_bytes()).sampled_run == length
 
 
 @pytest.mark.parametrize("bad", [[1, -1], [2**31], [2**32], [2**40], [1.5], [None], "ab"])

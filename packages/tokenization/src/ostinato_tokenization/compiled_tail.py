@@ -11,8 +11,9 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Collection, Sequence
-from json.encoder import encode_basestring
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 
 from ostinato_tokenization.errors import ChatTemplateError, HistoryRewrittenError, MessageError
 from ostinato_tokenization.messages import Message
@@ -46,7 +47,12 @@ _CONTENTS = (
 )  # fmt: skip
 
 
-_as_json = encode_basestring  # what json.dumps(text, ensure_ascii=False) comes to
+_json_encode = msgspec.json.Encoder().encode
+
+
+def _as_json(text: str) -> str:
+    """As `json.dumps(text, ensure_ascii=False)`, which is slower; the text is valid Unicode."""
+    return _json_encode(text).decode()
 
 
 def _stripped_json(text: str) -> str:
@@ -89,6 +95,15 @@ class _Mixed(NamedTuple):
         text = text.lstrip() if self.lstrip else text
         return text.rstrip() if self.rstrip else text
 
+    def composer(self) -> Callable[[Sequence[str]], str]:
+        """`text`, or what comes to the same and is faster."""
+        if len(self.slots) != 1 or self.lstrip or self.rstrip:
+            return self.text
+        (before, after), ((message, transform),) = self.literals, self.slots
+        if transform is str:
+            return lambda contents: before + contents[message] + after
+        return lambda contents: before + transform(contents[message]) + after
+
 
 class CompiledTail:
     """Literal ids and mixed texts, in turn.
@@ -109,7 +124,7 @@ class CompiledTail:
     ) -> None:
         self._encode = encode
         self._head = head
-        self._rest = tuple(rest)
+        self._rest = tuple((mixed.composer(), mixed.with_prefix, ids) for mixed, ids in rest)
         self._left = left_to_template
 
     def ids(self, messages: Sequence[Message]) -> array[int] | None:
@@ -121,8 +136,8 @@ class CompiledTail:
             if not text.isascii() and not is_unicode(text):
                 return None
         ids = self._head[:]
-        for mixed, literal in self._rest:
-            ids += self._encode(mixed.text(contents), with_prefix=mixed.with_prefix)
+        for compose, with_prefix, literal in self._rest:
+            ids += self._encode(compose(contents), with_prefix=with_prefix)
             ids += literal
         return ids
 

@@ -176,7 +176,7 @@ class ContinuousTokens:
 
     def _last_turn(self, ledger: TokenLedger) -> tuple[int, list[int] | None]:
         """How many ids at the end of the ledger were sampled, and the stop token that ended them with what follows it."""
-        length = ledger.last_span(Origin.SAMPLED)
+        length = ledger.sampled_run
         last = ledger.tail_ids(min(length, _MAX_SEPARATOR))
         for at in range(len(last) - 1, -1, -1):
             if last[at] in self._end_ids:
@@ -204,7 +204,7 @@ class ContinuousTokens:
         close = [*lead, *ids]
         num_close = len(lead) + (ids[0] in self._end_ids and not self._profile.opens_turn(ids[0]))
         reach = num_close + (_MAX_SEPARATOR if num_close else _MAX_CLOSE_IN_WORDS)
-        last = ledger.tail_ids(min(ledger.last_span(Origin.SAMPLED), reach))
+        last = ledger.tail_ids(min(ledger.sampled_run, reach))
         said = next((size for size in range(len(last), 0, -1) if last[-size:] == close[:size]), 0)
         if said >= max(num_close, 1):
             return None, close[said:]
@@ -213,7 +213,7 @@ class ContinuousTokens:
         return [*repair, *close[said:num_close]], close[num_close:]
 
     def _reasoning_repair(self, ledger: TokenLedger) -> list[int]:
-        turn = ledger.last_span(Origin.SAMPLED) + len(self._profile.frame.generation_prompt_ids)
+        turn = ledger.sampled_run + len(self._profile.frame.generation_prompt_ids)
         text = self.tokenizer.decode(ledger.tail_ids(min(turn, len(ledger))))
         for opener, closer in _REASONING_TAGS:
             if text.rfind(opener) > text.rfind(closer):

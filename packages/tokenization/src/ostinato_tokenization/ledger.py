@@ -1,7 +1,7 @@
 """The record of one trajectory segment: which token stands where, and who wrote it.
 
-Invariant: ids, origins and log-probabilities always have one length, and the mask is derived from the origins, so that
-it cannot disagree with what was sampled. This module knows nothing of text, templates or tokenizers.
+Invariant: there is one origin for each id and one log-probability for each sampled one, and the mask is derived from the
+origins, so that it cannot disagree with what was sampled. This module knows nothing of text, templates or tokenizers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MediaSpan(msgspec.Struct, frozen=True):
 
 
 class _LedgerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The wire form of a ledger. Numbers are little-endian: int32 ids, float64 log-probabilities."""
+    """The wire form of a ledger. Numbers are little-endian: int32 ids, float64 log-probabilities of the sampled ones."""
 
     format: int
     ids: bytes
@@ -54,7 +54,7 @@ class _LedgerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     started_at: float | None
 
 
-_FORMAT = 1
+_FORMAT = 2
 _SIGN_BYTE = array("i").itemsize - 1 if sys.byteorder == "little" else 0
 _MASK_OF_ORIGIN = bytes(1 if value == Origin.SAMPLED else 0 for value in range(256))
 _KNOWN_ORIGINS = bytes(Origin)
@@ -122,13 +122,23 @@ class TokenLedger:
     """One segment's tokens with their origin, log-probability and policy version, grown in place.
 
     The *prompt* is everything before the first sampled token, the *response* everything from there on. `fork` copies
-    the arrays as blocks of memory (about 13 bytes a token); nothing is shared between a ledger and its fork.
+    the arrays as blocks of memory (5 bytes a token, 13 a sampled one); nothing is shared between a ledger and its fork.
 
     Args:
         started_at: When the conversation began, in seconds since 1970, for templates that print the date.
     """
 
-    __slots__ = ("_first_sampled", "_ids", "_logprobs", "_media", "_num_sampled", "_origins", "_versions", "started_at")
+    __slots__ = (
+        "_first_sampled",
+        "_ids",
+        "_logprobs",
+        "_media",
+        "_num_sampled",
+        "_origins",
+        "_sampled_run",
+        "_versions",
+        "started_at",
+    )
 
     def __init__(self, *, started_at: float | None = None) -> None:
         self._ids: array[int] = array("i")
@@ -137,6 +147,7 @@ class TokenLedger:
         self._versions: list[tuple[int, int]] = []
         self._media: list[MediaSpan] = []
         self._num_sampled = 0
+        self._sampled_run = 0
         self._first_sampled = -1
         self.started_at = started_at
 
@@ -169,9 +180,11 @@ class TokenLedger:
         ids = _as_id_array(token_ids)
         if not 0 <= template_tail <= len(ids):
             raise LedgerError(f"template_tail must be from 0 to {len(ids)}, got {template_tail}; count ids given here")
+        if not ids:
+            return
         self._ids.extend(ids)
         self._origins += _BYTE_OF[origin] * (len(ids) - template_tail) + _BYTE_OF[Origin.TEMPLATE] * template_tail
-        self._logprobs.frombytes(bytes(self._logprobs.itemsize * len(ids)))  # zeros
+        self._sampled_run = 0
 
     def append_sampled(
         self,
@@ -202,6 +215,7 @@ class TokenLedger:
         if self._first_sampled < 0:
             self._first_sampled = offset
         self._num_sampled += len(ids)
+        self._sampled_run += len(ids)
         self._ids.extend(ids)
         self._origins += _BYTE_OF[Origin.SAMPLED] * len(ids)
         self._logprobs.extend(values)
@@ -221,7 +235,8 @@ class TokenLedger:
         self._num_sampled -= self._origins.count(Origin.SAMPLED, mark)
         if not self._num_sampled:
             self._first_sampled = -1
-        del self._ids[mark:], self._origins[mark:], self._logprobs[mark:]
+        del self._ids[mark:], self._origins[mark:], self._logprobs[self._num_sampled :]
+        self._sampled_run = self._run_at_end()
         del self._versions[bisect_left(self._versions, (mark, -1)) :]
         self._media = [span for span in self._media if span.start + span.length <= mark]
 
@@ -231,6 +246,7 @@ class TokenLedger:
         other._ids, other._origins, other._logprobs = self._ids[:], self._origins[:], self._logprobs[:]
         other._versions, other._media = self._versions[:], self._media[:]
         other._num_sampled, other._first_sampled = self._num_sampled, self._first_sampled
+        other._sampled_run = self._sampled_run
         return other
 
     @property
@@ -279,14 +295,10 @@ class TokenLedger:
     @property
     def response_logprobs(self) -> list[float] | None:
         """One value per response token: 0.0 where not sampled, NaN where sampled without one; None when all lack it."""
-        start = self._response_start
-        values = self._logprobs[start:].tolist()
-        if not math.isnan(sum(values)):
-            return values if self._num_sampled else None
-        sampled = self._origins[start:]
-        if all(math.isnan(value) for value, origin in zip(values, sampled, strict=True) if origin == Origin.SAMPLED):
+        if not self._num_sampled or all(map(math.isnan, self._logprobs)):
             return None
-        return values
+        values, sampled = iter(self._logprobs.tolist()), int(Origin.SAMPLED)
+        return [next(values) if origin == sampled else 0.0 for origin in self._origins[self._response_start :]]
 
     @property
     def policy_versions(self) -> list[tuple[int, int]]:
@@ -312,12 +324,16 @@ class TokenLedger:
         for name in self.__slots__:
             setattr(self, name, getattr(other, name))
 
-    def last_span(self, origin: Origin) -> int:
-        """Length of the unbroken run of `origin` at the end, in tokens."""
+    @property
+    def sampled_run(self) -> int:
+        """How many ids at the end were sampled."""
+        return self._sampled_run
+
+    def _run_at_end(self) -> int:
         length, size = len(self._origins), 256
         while True:
             tail = self._origins[max(0, length - size) :]  # grows with the run, not with the history
-            run = len(tail) - len(tail.rstrip(_BYTE_OF[origin]))
+            run = len(tail) - len(tail.rstrip(_BYTE_OF[Origin.SAMPLED]))
             if run < len(tail) or len(tail) == length:
                 return run
             size *= 4
@@ -354,10 +370,11 @@ class TokenLedger:
         if record.format != _FORMAT:
             raise LedgerError(f"ledger format must be {_FORMAT}, got {record.format}; use the version that wrote it")
         length = len(record.origins)
-        if len(record.ids) != 4 * length or len(record.logprobs) != 8 * length:
+        num_sampled = record.origins.count(Origin.SAMPLED)
+        if len(record.ids) != 4 * length or len(record.logprobs) != 8 * num_sampled:
             raise LedgerError(
-                f"ids, origins and logprobs must have one length, got {len(record.ids) / 4:g}, {length},"
-                f" {len(record.logprobs) / 8:g}; the bytes are damaged"
+                f"ids must be as many as origins ({length}) and logprobs as many as are sampled ({num_sampled}), got"
+                f" {len(record.ids) / 4:g} and {len(record.logprobs) / 8:g}; the bytes are damaged"
             )
         if record.origins.translate(None, _KNOWN_ORIGINS):
             raise LedgerError("origins must be Origin values, got others; the bytes are damaged")
@@ -369,7 +386,8 @@ class TokenLedger:
             ledger._logprobs.byteswap()
         ledger._origins.extend(record.origins)
         ledger._versions, ledger._media = record.versions, record.media
-        ledger._num_sampled = record.origins.count(Origin.SAMPLED)
+        ledger._num_sampled = num_sampled
+        ledger._sampled_run = ledger._run_at_end()
         ledger._first_sampled = record.origins.find(Origin.SAMPLED)
         ledger._check_restored()
         return ledger
