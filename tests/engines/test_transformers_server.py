@@ -352,6 +352,25 @@ async def test_poisoned_weights_fail_the_request_only(serve, make_model, weights
     assert len((await server.generate(PROMPT, GREEDY, "a")).token_ids) == 12
 
 
+async def test_poisoned_states_do_not_linger(serve, make_model, weights_of):
+    """After NaN weights the rows that they touched serve short requests beside long ones as a new engine would."""
+    server = await serve(make_model(), max_num_seqs=2)
+    manifest, tensors = weights_of(1, 1)
+    poisoned = {name: tensor * float("nan") for name, tensor in tensors.items()}
+    await server.update_weights(manifest, poisoned.items())
+    outcomes = await asyncio.gather(
+        *(server.generate([1 + i] * 50, GREEDY, str(i)) for i in range(2)), return_exceptions=True
+    )
+    assert [type(outcome) for outcome in outcomes] == [NonFiniteLogitsError] * 2
+    await server.update_weights(manifest, tensors.items())
+    cold = await serve(make_model(seed=1))
+    for prompts in ([PROMPT, PROMPT * 4], [PROMPT * 4, PROMPT]):
+        outs = await asyncio.gather(*(server.generate(p, GREEDY, f"x{i}") for i, p in enumerate(prompts)))
+        for prompt, out in zip(prompts, outs, strict=True):
+            assert out.token_ids == (await cold.generate(prompt, GREEDY, "a")).token_ids
+            await cold.release("a")
+
+
 async def test_shutdown_hangs_nobody(make_model):
     """Running, waiting and paused requests fail at shutdown, each with an error that names it."""
     server = TransformersServer(make_model(), device="cpu", max_num_seqs=1)

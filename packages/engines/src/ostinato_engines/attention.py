@@ -34,7 +34,7 @@ def grouped_attention(
         query: [n, heads, width, head_dim].
         key: [n, kv_heads, length, head_dim].
         value: As `key`.
-        attention_mask: bool [n, 1, width, length], True where a position is seen; None is causal.
+        attention_mask: [n, 1, width, length], bool or added to the scores; None hides only what is later in `query`.
         dropout: Of the weights, in training.
         scaling: Of the products.
         **kwargs: What else a model passes.

@@ -167,6 +167,7 @@ class Batcher:
                 f"logits must be finite, got NaN or infinity for {request}; check the last weight update"
             )
             request.release_at_end = True
+            self._runner.cache.wipe(row)
         else:
             outcome = self._output(request, StopReason.STOP if stopped else StopReason.LENGTH)
         self._leave(request)
@@ -207,6 +208,7 @@ class Batcher:
         table = self.table
         self.policy_version = version
         table.free_idle()
+        self._runner.cache.wipe()
         self._prefilling = deque(sorted(self.running(), key=lambda request: int(table.last_used[request.row])))
         table.num_decoding = 0
         for request in self._prefilling:

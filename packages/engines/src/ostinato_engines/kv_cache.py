@@ -1,8 +1,8 @@
 """Key-value state of many conversations, one row each, behind transformers' Cache interface.
 
 Per layer one tensor [rows, kv_heads, capacity, head_dim]. What a forward reads and writes is set beforehand as a
-`Window`; positions at or after a row's length hold garbage, which the attention mask or a later write covers.
-Knows no requests and no tokens.
+`Window`; positions at or after a row's length hold garbage, which the attention mask or a later write covers. It is finite
+garbage: a mask makes a weight zero, and zero times NaN is NaN. Knows no requests and no tokens.
 """
 
 from dataclasses import dataclass
@@ -122,6 +122,14 @@ class SlotCache(Cache):
                     states[first, :, :second_length] = states[second, :, :second_length]
                 if kept is not None:
                     states[second, :, :first_length] = kept
+
+    @torch.inference_mode()
+    def wipe(self, row: int | None = None) -> None:
+        """Overwrites a row, or all, with zeros."""
+        for layer in self._slot_layers:
+            for states in (layer.keys, layer.values) if layer.is_initialized else ():
+                assert isinstance(states, Tensor)
+                (states if row is None else states[row]).zero_()
 
     def drop(self) -> None:
         """Frees all memory."""

@@ -21,6 +21,8 @@ from ostinato_engines.sampling import SamplingRows, argmax, penalize, sample, un
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _PROBE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+_MASK_BLOCK = 16
+"""Masked attention reads a multiple of so many positions: accelerators' kernels would pad the mask in every layer."""
 
 
 def load_model(model: "str | Path | PreTrainedModel", *, device: str, dtype: str) -> PreTrainedModel:
@@ -106,7 +108,7 @@ class ModelRunner:
         self._plain_logits = self._probe_logits()
         if getattr(model.config, "_attn_implementation", None) != "eager":
             model.set_attn_implementation(attention.NAME)
-        self._bool_mask = getattr(model.config, "_attn_implementation", None) == attention.NAME
+        self._own_attention = getattr(model.config, "_attn_implementation", None) == attention.NAME
         self.cache = SlotCache(int(model.config.get_text_config().num_hidden_layers))
         # Newer transformers (5.24 does) call the argument `cache` and announce that 5.40 will not know the old name.
         renamed = "cache" in inspect.signature(model.forward).parameters
@@ -174,6 +176,10 @@ class ModelRunner:
             rows = slice(int(rows[0]), int(rows[-1]) + 1)
         first = int(columns[0, 0])
         aligned = bool((columns[:, 0] == first).all())
+        # One new token each, at the same place: all see everything, and attention without a mask has fewer kernels.
+        unmasked = aligned and (first == 0 if width > 1 else self._own_attention)
+        if not unmasked:
+            length = min(-(-length // _MASK_BLOCK) * _MASK_BLOCK, self.cache.capacity)
         columns_on_device = torch.from_numpy(columns).to(device)
         in_place = aligned and isinstance(rows, slice)
         row_index: slice | Tensor = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(device)
@@ -185,13 +191,12 @@ class ModelRunner:
         self.cache.window = Window(
             row_index, first if aligned else None, write_rows, None if in_place else columns_on_device, length
         )
-        fresh = aligned and first == 0 and width > 1
         self._last = None if last is None or width == 1 else torch.from_numpy(last).to(device)
         try:
             output = self.model(
                 input_ids=torch.from_numpy(token_ids).to(device),
                 position_ids=torch.from_numpy(positions).to(device),
-                attention_mask=None if fresh else self._mask(columns_on_device, length),
+                attention_mask=None if unmasked else self._mask(columns_on_device, length),
                 use_cache=True,
                 **self._cache_argument,
             )
@@ -201,14 +206,13 @@ class ModelRunner:
         return output.logits[:, -1].float()
 
     def _mask(self, columns: Tensor, length: int) -> Tensor:
-        """[n, 1, width, length]: a token attends to all positions up to its own."""
+        """[n, 1, width, length], to be added to scores: a token attends to all positions up to its own."""
         if len(self._columns) < length:
             self._columns = torch.arange(2 * length, device=self.device)
-        allowed = self._columns[:length] <= columns[:, None, :, None]
-        if self._bool_mask:
-            return allowed
-        dtype = self.model.dtype
-        return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
+        hidden = self._columns[:length] > columns[:, None, :, None]
+        # Attention functions other than ours add it to scores that they computed, where infinities turn into NaN.
+        lowest = -torch.inf if self._own_attention else torch.finfo(self.model.dtype).min
+        return torch.zeros_like(hidden, dtype=self.model.dtype).masked_fill_(hidden, lowest)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, table: RowTable, rows: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
