@@ -114,6 +114,13 @@ def _with_spaces_before_text(kind: str) -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def test_single_bytes_of_a_model_that_falls_back_to_them_are_no_control_tokens():
+    """Byte tokens that were trained as special tokens are ordinary tokens of text."""
+    tokenizer = ChatTokenizer(_with_spaces_before_text("metaspace always"), _template("{{ m.content }}"))
+    assert tokenizer.token_id("<0x0A>") not in tokenizer.control_token_ids
+    assert tokenizer.token_id("<0x0A>") in tokenizer.encode_text("a\nb")
+
+
 @pytest.mark.parametrize("kind", ["byte level", "strip", "metaspace always"])
 def test_a_continuation_in_words_is_no_beginning_of_a_text(kind):
     """Where turns end in words, what is appended gets no word-start mark and loses no white space."""
@@ -133,3 +140,26 @@ def test_a_continuation_in_words_is_no_beginning_of_a_text(kind):
     tokens.merge_assistant_tokens(ledger, said, None)
     tokens.merge_context_messages(ledger, [*messages, {"role": "assistant", "content": "No."}], new)
     assert ledger.token_ids == whole
+
+
+_ONLY_PARTS = _template("{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}")
+_PARTS_IN_LINES = _template(
+    "{{ m.content if m.content is string else (m.content | map(attribute='text') | join('; ')) }}"
+)
+
+
+def test_contents_are_given_as_parts_to_a_template_that_shows_nothing_else():
+    """A template that leaves out contents that are text, as those of vision models do, gets lists of parts."""
+    tokenizer = ChatTokenizer(tiny_tokenizer(), _ONLY_PARTS, named_tokens={"eos_token": "<|im_end|>"})
+    shown = tokenizer.render([{"role": "user", "content": "Hello."}], add_generation_prompt=False)
+    assert shown == "<|im_start|>user\nHello.<|im_end|>\n"
+    _assert_turn_by_turn_is_whole(tokenizer, _conversation(7, system=True))
+
+
+@pytest.mark.parametrize(("template", "joined"), [(_PARTS_IN_LINES, "a; b"), (_ONLY_PARTS, "ab")])
+def test_parts_of_a_content_are_joined_as_the_template_joins_them(template, joined):
+    """Between the parts of a content stands what the template writes there."""
+    tokenizer = ChatTokenizer(tiny_tokenizer(), template)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    shown = tokenizer.render([{"role": "user", "content": parts}], add_generation_prompt=False)
+    assert shown == f"<|im_start|>user\n{joined}<|im_end|>\n"

@@ -23,10 +23,11 @@ from ostinato_tokenization.plain_text import ControlToken, EncodePlain, PlainEnc
 from ostinato_tokenization.rendering import (
     arguments_as_text,
     compile_template,
+    contents_as_parts,
     own_variables,
     render_template,
 )
-from ostinato_tokenization.template_probe import probe_boundaries, wants_arguments_as_text
+from ostinato_tokenization.template_probe import MessageForms, probe_boundaries, probe_forms
 from ostinato_tokenization.template_profile import TemplateProfile
 from ostinato_tokenization.tokenizer_files import read_tokenizer, take_tokenizer, templates_by_name
 
@@ -55,6 +56,8 @@ class ChatTokenizer:
         tokenizer.encode_special_tokens = False
         self._tokenizer = tokenizer
         self._sources = templates_by_name(chat_template, "the chat_template argument")
+        self.template_sources = tuple(self._sources.values())
+        """The texts of the templates."""
         self._templates = {name: compile_template(source) for name, source in self._sources.items()}
         self.is_dated = any("strftime_now" in source for source in self._sources.values())
         """Whether the template asks for the present date."""
@@ -77,8 +80,8 @@ class ChatTokenizer:
         self._trusting: dict[frozenset[str], ChatTokenizer] = {}
         self._marks_start = marks_start(tokenizer)
         self._own = ControlText(())  # the probes below must see the template's own text
-        self._pastes_arguments = False
-        self._pastes_arguments = wants_arguments_as_text(self)
+        self._forms = MessageForms()
+        self._forms = probe_forms(self)
         self.boundaries = probe_boundaries(self)
         eos = self._named_tokens.get("eos_token", "")
         stops = {self._by_content[text].id for text in self.boundaries.stops}
@@ -222,7 +225,7 @@ class ChatTokenizer:
         """Messages in the form for `render_as_is`, their control strings masked in `table`."""
         return [
             (self._own if message["role"] == "assistant" else self._hidden).mask_value(message, table)
-            for message in normalize_messages(messages)
+            for message in normalize_messages(messages, part_separator=self._forms.part_separator)
         ]
 
     def render_as_is(
@@ -238,9 +241,10 @@ class ChatTokenizer:
         template = self._templates["default"]
         if tools is not None and "tool_use" in self._templates:
             template = self._templates["tool_use"]
+        messages = arguments_as_text(messages) if self._forms.arguments_as_text else messages
         variables: dict[str, Any] = {
             **self._named_tokens,
-            "messages": arguments_as_text(messages) if self._pastes_arguments else messages,
+            "messages": contents_as_parts(messages) if self._forms.contents_as_parts else messages,
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -376,11 +380,6 @@ class ChatTokenizer:
     def starts_with_control(self, text: str) -> bool:
         """Whether rendered text begins with a control string."""
         return self._given.pattern.match(text) is not None
-
-    @property
-    def template_sources(self) -> tuple[str, ...]:
-        """The texts of the templates."""
-        return tuple(self._sources.values())
 
     def profile(self, template_kwargs: Mapping[str, Any] | None = None) -> TemplateProfile:
         """How the template behaves under these variables; probed once."""

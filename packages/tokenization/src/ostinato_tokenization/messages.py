@@ -43,8 +43,11 @@ def normalize_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[s
     return list(tools) or None
 
 
-def normalize_messages(messages: Sequence[Message]) -> list[Message]:
+def normalize_messages(messages: Sequence[Message], *, part_separator: str = "") -> list[Message]:
     """Messages ready for rendering; those already in form are passed through uncopied.
+
+    Args:
+        part_separator: What is written between the parts of a content.
 
     Raises:
         MessageError: There are none, or one has no role, or content of another kind than text.
@@ -56,10 +59,10 @@ def normalize_messages(messages: Sequence[Message]) -> list[Message]:
         )
     if not messages:
         raise MessageError("messages must not be empty, got none; give at least one message")
-    return [_normalize_message(message, index) for index, message in enumerate(messages)]
+    return [_normalize_message(message, index, part_separator) for index, message in enumerate(messages)]
 
 
-def _normalize_message(message: Message, index: int) -> Message:
+def _normalize_message(message: Message, index: int, part_separator: str) -> Message:
     if not isinstance(message, Mapping):
         raise MessageError(f"messages[{index}] must be a mapping, got {type(message).__name__}; pass role and content")
     role = message.get("role")
@@ -71,7 +74,7 @@ def _normalize_message(message: Message, index: int) -> Message:
         return message
     changed = dict(message)
     if not in_form:
-        changed["content"] = _text_of(content, index)
+        changed["content"] = _text_of(content, index, part_separator)
     if "tool_calls" in message:
         calls = message["tool_calls"]
         if not calls:
@@ -85,11 +88,11 @@ def _normalize_message(message: Message, index: int) -> Message:
     return changed
 
 
-def _text_of(content: Any, index: int) -> str:
+def _text_of(content: Any, index: int, part_separator: str) -> str:
     if content is None:
         return ""
     if isinstance(content, Sequence) and not isinstance(content, (bytes, bytearray)):
-        return "".join(_text_of_part(part, index) for part in content)
+        return part_separator.join(_text_of_part(part, index) for part in content)
     raise MessageError(
         f"messages[{index}].content must be text, a list of text parts or None, got {type(content).__name__};"
         " turn it into a string first"

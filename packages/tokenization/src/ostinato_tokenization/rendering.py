@@ -161,6 +161,11 @@ def arguments_as_text(messages: Sequence[Any]) -> list[Any]:
     ]
 
 
+def contents_as_parts(messages: Sequence[Any]) -> list[Any]:
+    """The messages with their contents as lists of one part of text, for templates that show nothing else."""
+    return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+
+
 def render_template(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
     """Render, with every failure of the template as one kind of error.
 

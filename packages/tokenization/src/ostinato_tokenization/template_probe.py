@@ -125,7 +125,31 @@ def probe_boundaries(tokenizer: ChatTokenizer) -> Boundaries:
     return Boundaries(frozenset(ends), frozenset(stops), frozenset(openers), frozenset(structural | ends))
 
 
-def wants_arguments_as_text(tokenizer: ChatTokenizer) -> bool:
+class MessageForms(msgspec.Struct, frozen=True):
+    """The forms in which a template wants what messages hold."""
+
+    arguments_as_text: bool = False
+    """Arguments of calls as JSON text: it pastes them."""
+    contents_as_parts: bool = False
+    """Contents as lists of parts: it leaves out any other."""
+    part_separator: str = ""
+    """What it writes between two parts of text."""
+
+
+def probe_forms(tokenizer: ChatTokenizer) -> MessageForms:
+    """Find them. Called while messages are still rendered as they are given."""
+    one, two = ({"type": "text", "text": text} for text in (SENTINEL, NEXT_SENTINEL))
+    as_text, as_parts = (_render(tokenizer, [{**USER, "content": content}], None) for content in (SENTINEL, [one]))
+    both = _render(tokenizer, [{**USER, "content": [one, two]}], USER) or ""
+    separator = both.partition(SENTINEL)[2].partition(NEXT_SENTINEL)[0]
+    return MessageForms(
+        arguments_as_text=_wants_arguments_as_text(tokenizer),
+        contents_as_parts=as_text is None and as_parts is not None,
+        part_separator="" if "text" in separator else separator,  # some print the list as it is
+    )
+
+
+def _wants_arguments_as_text(tokenizer: ChatTokenizer) -> bool:
     """Whether the template pastes the arguments of a call, so that only JSON text comes out as JSON.
 
     Called while arguments are still rendered as they are given.
