@@ -12,7 +12,7 @@ from ostinato_engines.testing import CHECKS, WeightUpdate, check_server, referen
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from ostinato_engines.sampling import SamplingRows, sample  # noqa: E402
+from ostinato_engines.sampling import SamplingRows, sample, stream_keys  # noqa: E402
 from ostinato_engines.transformers_server import TransformersServer  # noqa: E402
 
 DEVICE = pick_device("auto")
@@ -146,7 +146,7 @@ def test_logprobs_are_those_of_a_float64_reference(params):
     count = len(logits)
     rows = SamplingRows(
         temperature=np.full(count, params.temperature, np.float32),
-        uniform=(np.arange(count) + 0.5) / count,
+        keys=stream_keys(np.arange(count, dtype=np.uint64)),
         filtered=np.full(count, params.top_k > 0 or params.top_p < 1 or params.min_p > 0),
         top_k=np.full(count, max(params.top_k, 0)),
         top_p=np.full(count, params.top_p),

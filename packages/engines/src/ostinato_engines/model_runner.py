@@ -17,7 +17,7 @@ from ostinato_engines import attention
 from ostinato_engines.errors import EngineInputError, EngineLoadError, UnsupportedError
 from ostinato_engines.kv_cache import SlotCache, Window
 from ostinato_engines.rows import RowTable
-from ostinato_engines.sampling import SamplingRows, argmax, penalize, sample, uniforms
+from ostinato_engines.sampling import SamplingRows, argmax, penalize, position_keys, sample
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _PROBE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -231,7 +231,7 @@ class ModelRunner:
             logits,
             SamplingRows(
                 temperature=temperature,
-                uniform=uniforms(table.keys[rows], table.num_tokens[rows]),
+                keys=position_keys(table.keys[rows], table.num_tokens[rows]),
                 filtered=table.filtered[rows],
                 top_k=table.top_k[rows],
                 top_p=table.top_p[rows],

@@ -1,7 +1,10 @@
 """Draws one token per row, all rows at once, and reports its log-probability under what it was drawn from.
 
-A row's uniform number depends on its seed and its position alone, so its token does not depend on the other rows,
-and every row takes the path that its own parameters ask for. Knows no requests, slots or models.
+Every token of the vocabulary gets an exponential random number that depends on the row's seed, its position and the
+token alone; the one that is smallest in proportion to the token's probability wins (an exponential race). So a row's
+token does not depend on the other rows, and where they change its logits by rounding it almost never changes: only the
+few tokens that were about to win anyway are in question, whatever the size of the vocabulary. Every row takes the path
+that its own parameters ask for. Knows no requests, slots or models.
 """
 
 from dataclasses import dataclass
@@ -32,10 +35,31 @@ def stream_keys(seeds: np.ndarray) -> np.ndarray:
     return _mix(_mix(seeds + _STEP) ^ _STEP)
 
 
-def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One number in the open interval (0, 1) per (key, position); float64 [n], a multiple of 2**-53."""
-    state = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _STEP)
-    return ((state >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+def position_keys(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The keys of streams (uint64 [n]) at positions (int64 [n]): uint64 [n]."""
+    return _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _STEP)
+
+
+def exponentials(keys: np.ndarray, vocab_size: int, device: torch.device | str) -> Tensor:
+    """One standard exponential number per row and token, float32 [n, vocab], above 0 and finite."""
+    state = torch.arange(1, vocab_size + 1, device=device).mul_(_signed(_STEP))
+    state = torch.from_numpy(keys.view(np.int64)).to(device)[:, None] + state
+    for shift, factor in ((30, _MIX_A), (27, _MIX_B)):
+        state.bitwise_xor_(_logical_shift(state, shift)).mul_(_signed(factor))
+    state.bitwise_xor_(_logical_shift(state, 31))
+    # 32 bits as float32 are coarse near 1 only. Near 0, where races are decided, they are as fine as they can be.
+    uniform = _logical_shift(state, 32).to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_()
+
+
+def _signed(number: np.uint64) -> int:
+    """The int64 with the same bits: torch has no arithmetic for uint64."""
+    return int(number.astype(np.int64))
+
+
+def _logical_shift(state: Tensor, bits: int) -> Tensor:
+    """Shifts int64 to the right and fills with zeros."""
+    return (state >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +68,8 @@ class SamplingRows:
 
     temperature: np.ndarray
     """float32; 0 is greedy."""
-    uniform: np.ndarray
-    """float64 in (0, 1)."""
+    keys: np.ndarray
+    """uint64, of the row's stream at this position; see `position_keys`."""
     filtered: np.ndarray
     """bool: whether top_k, top_p or min_p of the row removes anything."""
     top_k: np.ndarray
@@ -75,7 +99,8 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     filtered = rows.filtered & ~greedy
     if filtered.all():
         return _draw_filtered(scaled, rows)
-    token_ids, logprobs = _draw(torch.log_softmax(scaled, -1), rows.uniform)
+    logprobs = torch.log_softmax(scaled, -1)
+    token_ids, logprobs = _race(logprobs, exponentials(rows.keys, logits.shape[-1], logits.device))
     for subset, drawn in (
         (filtered, lambda index, pick: _draw_filtered(scaled[index], _select(rows, pick))),
         (greedy, lambda index, pick: argmax(logits[index])),
@@ -107,15 +132,9 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     return token_ids, largest - logits.logsumexp(-1)
 
 
-def _draw(logprobs: Tensor, uniform: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Inverts the cumulative distribution; a token of probability 0 is never drawn."""
-    precise = torch.float64 if supports_float64(logprobs.device) else torch.float32
-    mass = logprobs.exp().cumsum(-1, dtype=precise)
-    total = mass[:, -1:]
-    target = torch.from_numpy(uniform).to(device=logprobs.device, dtype=precise)[:, None] * total
-    # Rounding may lift the product to the whole mass, behind which there is no token.
-    target = torch.minimum(target, total * (1 - torch.finfo(precise).eps))
-    index = torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[-1] - 1)
+def _race(logprobs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """The column that wins, and its logprob; one of probability 0 never does. Overwrites the noise."""
+    index = torch.sub(logprobs, noise.log_(), out=noise).argmax(-1, keepdim=True)
     return index[:, 0], logprobs.gather(-1, index)[:, 0]
 
 
@@ -134,14 +153,15 @@ def _draw_filtered(scaled: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     min_p = torch.from_numpy(rows.min_p).to(device=device, dtype=probs.dtype)[:, None]
     drop |= probs < min_p * probs[:, :1]
     drop[:, 0] = False
-    index, logprobs = _draw(torch.log_softmax(ordered.masked_fill(drop, -torch.inf), -1), rows.uniform)
+    noise = exponentials(rows.keys, scaled.shape[-1], device).gather(-1, ids)
+    index, logprobs = _race(torch.log_softmax(ordered.masked_fill(drop, -torch.inf), -1), noise)
     return ids.gather(-1, index[:, None])[:, 0], logprobs
 
 
 def _select(rows: SamplingRows, pick: np.ndarray) -> SamplingRows:
     return SamplingRows(
         temperature=rows.temperature[pick],
-        uniform=rows.uniform[pick],
+        keys=rows.keys[pick],
         filtered=rows.filtered[pick],
         top_k=rows.top_k[pick],
         top_p=rows.top_p[pick],
