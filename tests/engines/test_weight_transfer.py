@@ -35,6 +35,7 @@ from ostinato_engines.weight_transfer import (  # noqa: E402
     WeightSender,
     connect,
 )
+from ostinato_engines.weight_transfer import memory as memory_module  # noqa: E402
 from ostinato_engines.weight_transfer.channel import (  # noqa: E402
     Accepted,
     Bucket,
@@ -116,6 +117,25 @@ def raw():
             return end, channel
 
         yield connect_ends
+
+
+def num_descriptors():
+    """Open file descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def num_mappings():
+    """Mappings of weight memory in this process."""
+    return Path("/proc/self/maps").read_text().count("ostinato-weights")
+
+
+def shared_files():
+    """Names in the folder of shared memory."""
+    folder = Path("/dev/shm")
+    return sorted(folder.iterdir()) if folder.exists() else []
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
 
 
 def same(received, sent):
@@ -381,7 +401,7 @@ def test_weights_are_read_once(connected):
 # Ends that stand still, or go away
 
 
-def test_a_silent_receiver_times_out(raw):
+def test_a_silent_receiver_times_out():
     """A receiver that does not answer the offer costs the sender its timeout, not for ever."""
     ours, theirs = socket.socketpair()
     with theirs:
@@ -405,7 +425,7 @@ def test_a_receiver_that_stops_taking_times_out():
             yield name, tensor
 
     sender = WeightSender(ours, timeout_s=0.2, bucket_bytes=1)
-    channel.send(Accepted(1))
+    channel.send(Accepted(1, os.getpid()))
     with pytest.raises(WeightUpdateTimeoutError):
         sender.send(MANIFEST, source())
     assert sent == ["layer.0", "layer.1", "layer.2"]
@@ -413,7 +433,7 @@ def test_a_receiver_that_stops_taking_times_out():
     channel.close()
 
 
-def test_a_silent_sender_times_out(raw):
+def test_a_silent_sender_times_out():
     """A sender that offers and then says nothing costs the receiver its timeout, and the conversation is over."""
     ours, theirs = socket.socketpair()
     receiver, channel = WeightReceiver(ours, timeout_s=0.05), Channel(theirs, timeout_s=5, peer="receiver")
@@ -449,7 +469,7 @@ def test_a_receiver_that_goes_away_is_lost(raw):
     with pytest.raises(WeightPeerLostError):
         sender.send(MANIFEST, TENSORS.items())
     sender, channel = raw(WeightSender, bucket_bytes=1)
-    channel.send(Accepted(1))
+    channel.send(Accepted(1, os.getpid()))
 
     def source():
         for name, tensor in TENSORS.items():
@@ -513,6 +533,7 @@ def test_a_sender_that_lies_is_found_out(raw, lie):
     memory.close()
 
 
+@needs_proc
 @pytest.mark.parametrize(
     ("message", "with_descriptor", "words"),
     [
@@ -593,19 +614,6 @@ def test_a_receiver_that_answers_something_else_is_lost(raw):
 # Nothing is left behind
 
 
-def num_descriptors():
-    """Open file descriptors of this process."""
-    return len(os.listdir("/proc/self/fd"))
-
-
-def num_mappings():
-    """Mappings of weight memory in this process."""
-    return Path("/proc/self/maps").read_text().count("ostinato-weights")
-
-
-needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
-
-
 @needs_proc
 @pytest.mark.parametrize("spoil", [None, *(spoil for spoil, _ in SPOILED)])
 def test_nothing_is_left_behind(spoil):
@@ -622,12 +630,6 @@ def test_nothing_is_left_behind(spoil):
     del follower, sender
     gc.collect()
     assert (num_descriptors(), num_mappings(), shared_files()) == before
-
-
-def shared_files():
-    """Names in the folder of shared memory."""
-    folder = Path("/dev/shm")
-    return sorted(folder.iterdir()) if folder.exists() else []
 
 
 @needs_proc
@@ -687,6 +689,19 @@ def test_a_process_that_is_killed_leaves_an_error_and_nothing_else(role):
     del end
     gc.collect()
     assert (num_descriptors(), num_mappings(), shared_files()) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="process descriptors are Linux's")
+def test_a_dead_process_is_told_from_a_living_one(monkeypatch):
+    """A killed child counts as ended before and after its parent noticed; this process does not."""
+    monkeypatch.setattr(memory_module, "_EXIT_S", 10.0)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    child.kill()
+    assert memory_module._has_ended(child.pid)
+    child.communicate()
+    assert memory_module._has_ended(child.pid)
+    monkeypatch.setattr(memory_module, "_EXIT_S", 0.0)
+    assert not memory_module._has_ended(os.getpid())
 
 
 # Meeting

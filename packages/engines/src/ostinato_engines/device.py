@@ -170,6 +170,12 @@ def import_memory(exported: ExportedMemory) -> "torch.Tensor":
     return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)
 
 
+def release_for_importer(exported: ExportedMemory, device: "str | torch.device") -> None:
+    """Gives exported memory back in the place of a process that died without doing so."""
+    storage: Any = _torch().UntypedStorage
+    storage._release_ipc_counter(exported.counter_handle, exported.counter_offset, device=_torch().device(device))
+
+
 def collect_shared_memory(device: "str | torch.device") -> None:
     """Frees shared memory that no other process holds any more."""
     collect = getattr(_backend(device_kind(device)), "ipc_collect", None)

@@ -32,6 +32,8 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
     """Receiver: send it."""
 
     update: int
+    process_id: int
+    """Of the receiver: what it holds of a device is given back in its place if it dies."""
 
 
 class MemoryOpened(msgspec.Struct, frozen=True, tag="memory"):

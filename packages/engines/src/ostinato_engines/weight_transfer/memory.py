@@ -6,6 +6,7 @@ as long as a process maps it; and it holds no more than `num_slots * slot_bytes`
 
 import mmap
 import os
+import select
 import tempfile
 import weakref
 from enum import StrEnum
@@ -21,6 +22,8 @@ from ostinato_engines.errors import EngineInputError, WeightUpdateError
 from ostinato_engines.types import TensorSpec
 from ostinato_engines.weight_transfer.channel import MemoryOpened
 from ostinato_engines.weight_transfer.layout import close_window, window
+
+_EXIT_S = 1.0
 
 
 class MemoryKind(StrEnum):
@@ -65,6 +68,10 @@ class SlotMemory(Protocol):
 
     def close(self) -> None:
         """Frees this end's hold on the memory."""
+        ...
+
+    def release_if_dead(self, process_id: int) -> None:
+        """After `close` in the sender: frees what the other process held, if it died without letting go."""
         ...
 
 
@@ -180,6 +187,9 @@ class SharedMemory:
             # A consumer kept a tensor: the mapping ends with it.
             return
 
+    def release_if_dead(self, process_id: int) -> None:
+        pass  # The kernel has done so.
+
     def _bytes(self, start: int, size: int) -> np.ndarray:
         assert self._map is not None
         return np.frombuffer(self._map, np.uint8, size, start)
@@ -216,6 +226,7 @@ class DeviceMemory:
         self.descriptors: tuple[int, ...] = ()
         self._memory: Tensor | None = memory
         self._device = str(memory.device)
+        self._exported: devices.ExportedMemory | None = None
 
     @classmethod
     def create(cls, device: str, *, num_slots: int, slot_bytes: int) -> "DeviceMemory":
@@ -225,8 +236,10 @@ class DeviceMemory:
                 f"device must share memory between processes for {MemoryKind.DEVICE}, got {device!r}; use {MemoryKind.SHARED}"
             )
         memory = torch.empty(num_slots * slot_bytes, dtype=torch.uint8, device=device)
-        handle = msgspec.msgpack.encode(devices.export_memory(memory))
-        return cls(memory, handle, num_slots=num_slots, slot_bytes=slot_bytes)
+        exported = devices.export_memory(memory)
+        created = cls(memory, msgspec.msgpack.encode(exported), num_slots=num_slots, slot_bytes=slot_bytes)
+        created._exported = exported
+        return created
 
     @classmethod
     def open(cls, message: MemoryOpened) -> "DeviceMemory":
@@ -253,3 +266,22 @@ class DeviceMemory:
     def close(self) -> None:
         self._memory = None
         devices.collect_shared_memory(self._device)
+
+    def release_if_dead(self, process_id: int) -> None:
+        if self._exported is not None and _has_ended(process_id):
+            devices.release_for_importer(self._exported, self._device)
+            devices.collect_shared_memory(self._device)
+
+
+def _has_ended(process_id: int) -> bool:
+    """Whether a process is gone, or goes within a second: its files are closed a little before it has ended."""
+    try:
+        descriptor = os.pidfd_open(process_id)
+    except ProcessLookupError:
+        return True
+    try:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        return bool(poller.poll(1e3 * _EXIT_S))
+    finally:
+        os.close(descriptor)

@@ -4,6 +4,7 @@ Invariant: a stream that ends normally has given every tensor of the manifest ex
 A tensor is valid until the next one is taken, and is empty from then on; what is kept must be copied.
 """
 
+import os
 import socket
 from collections.abc import Generator, Iterator
 
@@ -139,7 +140,7 @@ class IncomingUpdate:
             self._stream.close()
 
     def _read(self) -> Generator[tuple[str, Tensor], None, None]:
-        self._channel.send(Accepted(self._update))
+        self._channel.send(Accepted(self._update, os.getpid()))
         try:
             yield from self._buckets()
         except BaseException:

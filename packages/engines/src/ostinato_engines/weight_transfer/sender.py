@@ -40,8 +40,9 @@ from ostinato_engines.weight_transfer.progress import StreamProgress
 
 NUM_SLOTS = 2
 """One is filled while the other is read."""
-DEFAULT_BUCKET_BYTES = 4 << 20
-"""Small enough to stay in the processor's cache between writing and reading."""
+DEFAULT_BUCKET_BYTES = {MemoryKind.SHARED: 4 << 20, MemoryKind.DEVICE: 64 << 20}
+"""Of the host's memory so little that it stays in the processor's cache between writing and reading; a device copies so
+fast that what counts is how often it is waited for."""
 
 Answer = TypeVar("Answer", Accepted, Taken, Done)
 
@@ -53,7 +54,8 @@ class WeightSender:
         connection: A connected Unix stream socket; the sender owns it from then on.
         memory: Where buckets lie.
         device: For `MemoryKind.DEVICE`, the device.
-        bucket_bytes: Of one bucket; two exist at a time. A larger tensor makes them as large as it needs.
+        bucket_bytes: Of one bucket; two exist at a time. A larger tensor makes them as large as it needs. By default what
+            is fast in that memory: 4 MiB of the host's, 64 MiB of a device's.
         timeout_s: Longest wait for an answer: to accept, to empty a bucket, to serve the new weights.
     """
 
@@ -63,12 +65,14 @@ class WeightSender:
         *,
         memory: MemoryKind = MemoryKind.SHARED,
         device: str = "auto",
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         timeout_s: float = 60.0,
     ) -> None:
+        self._kind = MemoryKind(memory)
+        if bucket_bytes is None:
+            bucket_bytes = DEFAULT_BUCKET_BYTES[self._kind]
         if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
             raise EngineInputError(f"bucket_bytes must be an integer of at least 1, got {bucket_bytes!r}; leave it out")
-        self._kind = MemoryKind(memory)
         self._device = devices.pick_device(device)
         if self._kind is MemoryKind.DEVICE and not devices.shares_memory(self._device):
             raise EngineInputError(
@@ -78,6 +82,7 @@ class WeightSender:
         self._channel = Channel(connection, timeout_s=timeout_s, peer="receiver of weights")
         self._updates = itertools.count(1)
         self._memory: SlotMemory | None = None
+        self._reader_pid = 0
 
     def send(self, manifest: WeightManifest, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Sends one complete update; returns once the new weights serve.
@@ -96,7 +101,7 @@ class WeightSender:
         update = next(self._updates)
         with self._telling_failures(update, progress):
             self._channel.send(Offer(update, manifest))
-            self._expect(update, Accepted)
+            self._reader_pid = self._expect(update, Accepted).process_id
             buckets = _BucketWriter(
                 self._memory_for(update, slot_bytes),
                 self._bucket_bytes,
@@ -166,11 +171,14 @@ class WeightSender:
         try:
             yield
         except BaseException as error:
+            memory = self._memory
             self._drop_memory()
             if isinstance(error, _TheirFailure):
                 raise error.error from None
             if isinstance(error, WeightPeerLostError | WeightUpdateTimeoutError):
                 self._channel.abort()
+                if memory is not None:
+                    memory.release_if_dead(self._reader_pid)
                 raise
             with suppress(WeightUpdateError):
                 self._channel.send(Failed(update, type(error).__name__, str(error)))
