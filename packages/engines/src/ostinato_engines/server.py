@@ -107,6 +107,9 @@ class AsyncServerBase(ABC):
     async def update_weights(self, manifest: WeightManifest, weights: "Iterable[tuple[str, Tensor]]") -> None:
         """Replaces all weights by a stream of named tensors, and then `policy_version`.
 
+        Tensors come in any order. Each is valid until the next one is taken, and may be empty from then on: what is kept
+        must be copied. `ostinato_engines.weight_transfer` brings such streams from other processes.
+
         Raises:
             ManifestError: The manifest does not fit; nothing was written, the old policy serves on.
             WeightUpdateError: The stream failed; the engine is not ready until a complete update.
