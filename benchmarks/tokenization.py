@@ -2,8 +2,8 @@
 
 Conversations of 64 tool turns of 187 tokens (what the assistant says, what the template writes, and a result that fills up
 the rest), the results of prose or of source code, no text twice. Peers run in
-environments of their own (`uv run python -m benchmarks.peers`) and take turns with ours, four conversations at a time;
-figures are medians over all turns but those of the first four conversations, which warm everybody. The ids at the end must be
+environments of their own (`uv run python -m benchmarks.peers`) and take turns with ours, eight conversations at a time;
+figures are medians over all turns but those of the first eight conversations, which warm everybody. The ids at the end must be
 those of transformers for the whole conversation: a peer that has others is left out, saying so, and `ids_equal` says that
 ours are the same in every conversation, and that at least one peer has them too.
 
@@ -15,6 +15,7 @@ ours are the same in every conversation, and that at least one peer has them too
 """
 
 import argparse
+import ast
 import hashlib
 import json
 import os
@@ -25,6 +26,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from pydoc_data import topics
 from unittest.mock import patch
@@ -35,7 +37,7 @@ from benchmarks.peers import PEERS, python_of
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens, TokenLedger
 
 TURNS = 64
-BLOCK = 4
+BLOCK = 8
 TURN_TOKENS = 187
 HISTORY = (1024, 262_144)
 LLAMA2_TEMPLATE = (
@@ -68,22 +70,28 @@ def schemas(count: int) -> list[dict]:
     ]
 
 
+@cache
 def corpus(kind: str) -> str:
-    """Real text that comes with Python: its manual, or the source of its library."""
-    if kind == "prose":
-        return "\n\n".join(text for _, text in sorted(topics.topics.items()))
-    sources = sorted(Path(os.__file__).parent.glob("*.py"))
-    return "\n\n".join(path.read_text(encoding="utf-8") for path in sources)
+    """Real text that comes with Python: its manual and what its library says of itself, or the source of that library."""
+    sources = [path.read_text(encoding="utf-8") for path in sorted(Path(os.__file__).parent.glob("*.py"))]
+    if kind == "code":
+        return "\n\n".join(sources)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    nodes = (node for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, documented))
+    said = [text for node in nodes if (text := ast.get_docstring(node))]
+    return "\n\n".join([text for _, text in sorted(topics.topics.items())] + said)
 
 
 def results(reference, kind: str, count: int, length: int) -> list[str]:
     """Texts of about `length` tokens that begin and end as words do."""
-    ids = reference.encode(corpus(kind)[: 12 * length * count], add_special_tokens=False)
+    ids = reference.encode(corpus(kind)[: 16 * length * count], add_special_tokens=False)
     found: list[str] = []
     for start in range(0, len(ids) - length, length):
         text = reference.decode(ids[start : start + length]).strip()
         if len(reference.encode(text, add_special_tokens=False)) in range(length - 4, length + 1) and "<|" not in text:
             found.append(text)
+    if len(found) < count:
+        raise SystemExit(f"texts must suffice for {count} turns, got {len(found)} of {kind}; lower --rounds")
     return found[:count]
 
 
@@ -394,7 +402,7 @@ def run(shared: Path, rounds: int) -> dict[str, object]:
 def main() -> None:
     """Prints one JSON line last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     default = Path(__file__).resolve().parents[1].parent / "shared"
     parser.add_argument("--shared", type=Path, default=Path(os.environ.get("OSTINATO_SHARED", default)))
     arguments = parser.parse_args()
