@@ -17,7 +17,6 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen3ForCau
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from benchmarks.engines import (
-    BATCHES,
     HISTORY_TOKENS,
     PROMPT_TOKENS,
     TURN_TOKENS,
@@ -125,7 +124,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, float]:
     figures: dict[str, float] = {}
     try:
         async with TransformersServer(build_model(shape, dtype, device), device=device, dtype=dtype) as server:
-            for batch in BATCHES:
+            for batch in arguments.batches:
                 prompts = random_prompts(vocab_size, [PROMPT_TOKENS] * batch, seed=batch)
                 new_tokens = [arguments.new_tokens] * batch
                 ratio = await compare(server, manager, plain, prompts, new_tokens, arguments.repeats)

@@ -165,13 +165,14 @@ async def later_turn_ratio(server: TransformersServer, vocab_size: int, repeats:
     return min(later) / min(alone)
 
 
-async def run(shape: str, dtype: str, device: str, new_tokens: int, repeats: int) -> dict[str, float]:
+async def run(arguments: argparse.Namespace) -> dict[str, float]:
     """All figures."""
+    device, shape, dtype, repeats = pick_device(arguments.device), arguments.shape, arguments.dtype, arguments.repeats
     model = build_model(shape, dtype, device)
     figures: dict[str, float] = {}
     async with TransformersServer(build_model(shape, dtype, device), device=device, dtype=dtype) as server:
-        for batch in BATCHES:
-            ratio = await throughput_ratio(server, model, batch, new_tokens, repeats)
+        for batch in arguments.batches:
+            ratio = await throughput_ratio(server, model, batch, arguments.new_tokens, repeats)
             figures[f"transformers_ratio_{batch}"] = round(ratio, 3)
         figures["later_turn_prefill_ratio"] = round(await later_turn_ratio(server, model.config.vocab_size, repeats), 3)
         synchronize(device)
@@ -183,6 +184,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="small")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--batches", type=int, nargs="*", default=BATCHES, help="numbers of requests at once")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
 
@@ -191,10 +193,7 @@ def main() -> None:
     """Prints one JSON line last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    arguments = parser.parse_args()
-    device = pick_device(arguments.device)
-    figures = run(arguments.shape, arguments.dtype, device, arguments.new_tokens, arguments.repeats)
-    print(json.dumps(asyncio.run(figures)))
+    print(json.dumps(asyncio.run(run(parser.parse_args()))))
 
 
 if __name__ == "__main__":
