@@ -110,41 +110,67 @@ class RemoteEngine:
         self._process.wait()
 
 
+class Ways:
+    """The transports of one set of weights, each as a coroutine function; and the copy that they are compared with."""
+
+    def __init__(
+        self, server: TransformersServer, target: torch.nn.Module, source: torch.nn.Module, file: Path
+    ) -> None:
+        self.tensors = dict(source.named_parameters())
+        self.manifest = WeightManifest.from_tensors(1, self.tensors.items())
+        self.writing_seconds: list[float] = []
+        self._server = server
+        self._target = target
+        self._plain = [torch.empty_like(tensor) for tensor in self.tensors.values()]
+        self._file = file
+
+    async def copy(self) -> None:
+        """The bytes once, and nothing else."""
+        with torch.no_grad():
+            for to, tensor in zip(self._plain, self.tensors.values(), strict=True):
+                to.copy_(tensor)
+
+    async def in_process(self) -> None:
+        """Straight into the engine."""
+        await self._server.update_weights(self.manifest, self.tensors.items())
+
+    async def disk(self) -> None:
+        """Into a file, and from it into the engine."""
+        started = time.perf_counter()
+        write_weights(self._file, self.manifest, self.tensors.items())
+        self.writing_seconds.append(time.perf_counter() - started)
+        with StoredWeights(self._file) as stored:
+            await self._server.update_weights(stored.manifest, stored)
+
+    def through(self, sender: WeightSender) -> Callable[[], Awaitable[None]]:
+        """To an engine in another process."""
+        return lambda: send_weights(sender, self.manifest, self.tensors.items())
+
+    def check(self) -> None:
+        """Raises unless the engine of this process has the weights that were sent; and takes them away again."""
+        for name, parameter in self._target.named_parameters():
+            if not torch.equal(parameter, self.tensors[name]):
+                raise SystemExit(f"{name} must be what was sent, got another")
+            parameter.data.zero_()
+
+
 async def measure(repeats: int, bucket_bytes: int | None, directory: Path, device: str) -> dict[str, float]:
     """All figures."""
-    source, target, plain = build_model(0, device), build_model(1, device), build_model(2, device)
-    tensors = dict(source.named_parameters())
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    manifest = WeightManifest.from_tensors(1, tensors.items())
-    file = directory / "weights.safetensors"
+    source, target = build_model(0, device), build_model(1, device)
     seconds: dict[str, list[float]] = {}
-
-    async def copy() -> None:
-        with torch.no_grad():
-            for parameter, tensor in zip(plain.parameters(), tensors.values(), strict=True):
-                parameter.copy_(tensor)
-
     async with TransformersServer(target, device=device) as server:
-
-        async def in_process() -> None:
-            await server.update_weights(manifest, tensors.items())
-
-        async def disk() -> None:
-            started = time.perf_counter()
-            write_weights(file, manifest, tensors.items())
-            seconds.setdefault("disk_writing", []).append(time.perf_counter() - started)
-            with StoredWeights(file) as stored:
-                await server.update_weights(stored.manifest, stored)
-
+        ways = Ways(server, target, source, directory / "weights.safetensors")
         remotes = {"shared_memory": RemoteEngine(device, MemoryKind.SHARED, bucket_bytes)}
         if shares_memory(device):
             remotes["device_memory"] = RemoteEngine(device, MemoryKind.DEVICE, bucket_bytes)
-        ways: dict[str, Callable[[], Awaitable[None]]] = {"copy": copy, "in_process": in_process}
-        for name, remote in remotes.items():
-            ways[name] = lambda sender=remote.sender: send_weights(sender, manifest, tensors.items())
-        ways["disk"] = disk
+        by_name: dict[str, Callable[[], Awaitable[None]]] = {
+            "copy": ways.copy,
+            "in_process": ways.in_process,
+            **{name: ways.through(remote.sender) for name, remote in remotes.items()},
+            "disk": ways.disk,
+        }
         for repeat in range(repeats + 1):
-            for name, way in ways.items():
+            for name, way in by_name.items():
                 synchronize(device)
                 started = time.perf_counter()
                 await way()
@@ -152,21 +178,21 @@ async def measure(repeats: int, bucket_bytes: int | None, directory: Path, devic
                 if repeat:
                     seconds.setdefault(name, []).append(time.perf_counter() - started)
                 if name in ("in_process", "disk"):
-                    for (parameter_name, parameter), tensor in zip(
-                        target.named_parameters(), tensors.values(), strict=True
-                    ):
-                        if not torch.equal(parameter, tensor):
-                            raise SystemExit(f"{parameter_name} must be what was sent, got another by {name}")
-                        parameter.data.zero_()
-        digest = digest_of(source)
+                    ways.check()
         for remote in remotes.values():
-            remote.close(digest)
-    file.unlink()
+            remote.close(digest_of(source))
+    seconds["disk_writing"] = ways.writing_seconds[1:]
+    return figures(seconds, sum(tensor.nbytes for tensor in ways.tensors.values()))
+
+
+def figures(seconds: dict[str, list[float]], num_bytes: int) -> dict[str, float]:
+    """Medians, printed for people and returned for the JSON line."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     for name, median in medians.items():
         print(f"{name:14s} {1e3 * median:8.1f} ms {num_bytes / median / 1e9:8.2f} GB/s")
+    transports = [name for name in medians if name not in ("copy", "disk_writing")]
     return {
-        **{f"{name}_ratio": round(medians[name] / medians["copy"], 3) for name in ways if name != "copy"},
+        **{f"{name}_ratio": round(medians[name] / medians["copy"], 3) for name in transports},
         **{f"seconds_{name}": round(median, 5) for name, median in medians.items()},
         "megabytes": round(num_bytes / 1e6, 1),
     }
