@@ -5,6 +5,7 @@ import textwrap
 import pytest
 
 from ostinato_engines import AsyncServerBase, EngineLoadError, load_server_class
+from ostinato_engines.loading import construct_server
 from ostinato_engines.testing import ScriptedServer
 
 SOURCE = """
@@ -88,3 +89,67 @@ def test_an_interrupt_goes_through(tmp_path):
     file.write_text("raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
         load_server_class(file, "Mine")
+
+
+class Silent(AsyncServerBase):
+    """A server that keeps what it was made with."""
+
+    async def generate(self, prompt_ids, sampling_params, request_id, media=()):
+        return []
+
+    async def chat_completion(self, raw_request):
+        return {}
+
+
+class Plain(Silent):
+    def __init__(self, model_path):
+        self.got = {"model_path": model_path}
+
+
+class Some(Silent):
+    def __init__(self, model, *, max_model_len, flavour="plain", seed=None):
+        self.got = {"model": model, "max_model_len": max_model_len, "flavour": flavour, "seed": seed}
+
+
+class All(Silent):
+    def __init__(self, model, **settings):
+        self.got = {"model": model, **settings}
+
+
+class NoModel(Silent):
+    def __init__(self):
+        self.got = {}
+
+
+class Demanding(Silent):
+    def __init__(self, model, *, max_model_len, licence):
+        self.got = {}
+
+
+class Raising(Silent):
+    def __init__(self, model):
+        raise TypeError("my own trouble")
+
+
+def test_a_server_gets_the_settings_that_it_names():
+    """A class is made with the model's path and what its `__init__` names of the settings; `**kwargs` names all."""
+    settings = {"max_model_len": 64, "max_num_seqs": 8, "seed": 3}
+    made = [construct_server(kind, "m", settings).got for kind in (Plain, Some, All)]  # type: ignore[attr-defined]
+    assert made == [
+        {"model_path": "m"},
+        {"model": "m", "max_model_len": 64, "flavour": "plain", "seed": 3},
+        {"model": "m", **settings},
+    ]
+
+
+@pytest.mark.parametrize(("kind", "message"), [(NoModel, "too many positional"), (Demanding, "licence")])
+def test_a_server_that_cannot_be_made(kind, message):
+    """A class that takes no model, or demands what no setting provides, is refused with its signature."""
+    with pytest.raises(EngineLoadError, match=message):
+        construct_server(kind, "m", {"max_model_len": 64})
+
+
+def test_trouble_of_a_constructor_is_its_own():
+    """What a constructor raises itself comes out as it is, and is not taken for a wrong signature."""
+    with pytest.raises(TypeError, match="my own trouble"):
+        construct_server(Raising, "m", {})

@@ -10,8 +10,10 @@ import importlib.util
 import inspect
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from ostinato_engines.errors import EngineLoadError
 from ostinato_engines.server import AsyncServerBase
@@ -42,12 +44,39 @@ def load_server_class(path: str | Path, name: str) -> type[AsyncServerBase]:
     return found
 
 
+def construct_server(
+    server_class: type[AsyncServerBase], model_path: str, settings: Mapping[str, Any]
+) -> AsyncServerBase:
+    """Makes a server of a class whose parameters are its author's choice.
+
+    Args:
+        server_class: Its first parameter takes the model; the others are given by name.
+        model_path: Of the checkpoint to serve.
+        settings: What a run knows of its engine. The class gets those that its `__init__` names, or all if it has
+            `**kwargs`; it need not care for the rest.
+
+    Raises:
+        EngineLoadError: It takes no model, or demands a parameter that no setting provides.
+    """
+    signature = inspect.signature(server_class)
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    chosen = {name: value for name, value in settings.items() if takes_all or name in signature.parameters}
+    try:
+        signature.bind(model_path, **chosen)
+    except TypeError as error:
+        raise EngineLoadError(
+            f"{server_class.__name__} must be constructible from a model path and some of {', '.join(settings)}, "
+            f"got {server_class.__name__}{signature}: {error}; give its other parameters defaults"
+        ) from error
+    return server_class(model_path, **chosen)  # pyright: ignore[reportCallIssue]
+
+
 def _load_file(file: Path) -> ModuleType:
     file = file.expanduser().resolve()
     if not file.is_file():
         raise EngineLoadError(f"path must be an existing Python file, got {file}; check custom_async_server.path")
     # The same name in every process, so that instances of the class pickle.
-    module_name = f"ostinato_server_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    module_name = f"ostinato_server_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}_{file.stem}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, file)

@@ -17,7 +17,7 @@ from ostinato_agent_loop import AgentLoopManager, agent_loop_class, load_manager
 from ostinato_agent_loop.rows import row_tool_selection
 from ostinato_engines import AsyncServerBase
 from ostinato_engines.device import pick_device, seed_all
-from ostinato_engines.loading import load_server_class
+from ostinato_engines.loading import construct_server, load_server_class
 from ostinato_rollout import ServerPool, SessionBudget
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens
 from ostinato_tools import ToolExecutor
@@ -27,7 +27,6 @@ from ostinato_trainer.config import Config
 from ostinato_trainer.config_checks import check_runnable
 from ostinato_trainer.config_loading import to_yaml
 from ostinato_trainer.dataset import PromptDataset, create_dataset
-from ostinato_trainer.errors import ConfigError
 from ostinato_trainer.interrupts import run_interruptibly
 from ostinato_trainer.local_backend import LocalBackend, LocalBackendOptions
 from ostinato_trainer.loggers import Loggers
@@ -125,28 +124,22 @@ def build_server(config: Config) -> AsyncServerBase:
     rollout = config.actor_rollout_ref.rollout
     model_path = str(config.actor_rollout_ref.model.path)
     max_model_len = rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length
+    settings = {
+        "device": pick_device(config.trainer.device or "auto"),
+        "dtype": config.actor_rollout_ref.actor.dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "full_determinism": rollout.full_determinism,
+        # The trainer's weights are float32 whatever both compute in.
+        "cast_weights": True,
+    }
     custom = rollout.agent.custom_async_server
     if custom.path is not None and custom.name is not None:
         server_class = load_server_class(custom.path, custom.name)
-        try:
-            return server_class(model_path, max_model_len=max_model_len)  # pyright: ignore[reportCallIssue]
-        except TypeError as error:
-            raise ConfigError(
-                f"custom_async_server {custom.name} must be constructible as {custom.name}(model_path, *, max_model_len), "
-                f"got {error}; give its __init__ these parameters"
-            ) from error
+        return construct_server(server_class, model_path, {**settings, "seed": config.rollout_seed})
     from ostinato_engines.transformers_server import TransformersServer
 
-    return TransformersServer(
-        model_path,
-        device=pick_device(config.trainer.device or "auto"),
-        dtype=config.actor_rollout_ref.actor.dtype,
-        max_model_len=max_model_len,
-        max_num_seqs=rollout.max_num_seqs,
-        full_determinism=rollout.full_determinism,
-        # The trainer's weights are float32 whatever both compute in.
-        cast_weights=True,
-    )
+    return TransformersServer(model_path, **settings)
 
 
 def build_manager(
