@@ -8,8 +8,11 @@ from ostinato_tokenization import (
     ChatTokenizer,
     ContinuousTokens,
     HistoryRewrittenError,
+    LedgerError,
     MessageError,
     Origin,
+    TokenizerLoadError,
+    TokenLedger,
     TruncatedTurn,
     TruncatedTurnError,
 )
@@ -472,3 +475,19 @@ def test_a_close_in_words_is_not_written_twice():
         tokens.merge_assistant_tokens(ledger, [*tokenizer.encode_text("x"), *close[:size]], None)
         tokens.merge_context_messages(ledger, [user("q"), said("x")], [user("k")])
         assert ledger.token_ids == tokenizer.encode_chat([user("q"), said("x"), user("k")])
+
+
+@pytest.mark.parametrize("tokenizer", ["Qwen/Qwen3-0.6B", None, object()])
+def test_what_is_no_tokenizer_is_named_as_such(tokenizer):
+    """A model's name, or anything else that is no tokenizer, is an error that says what to pass."""
+    with pytest.raises(TokenizerLoadError, match="must be a fast tokenizer of transformers"):
+        ContinuousTokens(tokenizer)
+
+
+def test_nothing_is_appended_to_an_empty_ledger(tokens):
+    """A ledger without a prompt cannot hold the conversation that is to go on."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    ledger = TokenLedger()
+    with pytest.raises(LedgerError, match="use build_initial_tokens"):
+        tokens.merge_context_messages(ledger, messages, [{"role": "user", "content": "c"}])
+    assert len(ledger) == 0

@@ -163,3 +163,14 @@ def test_parts_of_a_content_are_joined_as_the_template_joins_them(template, join
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     shown = tokenizer.render([{"role": "user", "content": parts}], add_generation_prompt=False)
     assert shown == f"<|im_start|>user\n{joined}<|im_end|>\n"
+
+
+def test_a_message_that_says_what_the_policy_said_is_appended_all_the_same():
+    """Where turns end in words, only the template's words count as said by the policy, not those of the next message."""
+    tokenizer = ChatTokenizer(tiny_tokenizer(), "{% for m in messages %}{{ m.content }}{% endfor %}")
+    tokens = ContinuousTokens(tokenizer)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bb"}]
+    ledger = tokens.build_initial_tokens(messages[:1])
+    tokens.merge_assistant_tokens(ledger, tokenizer.encode_text("bb"), None)
+    tokens.merge_context_messages(ledger, messages, [{"role": "user", "content": "bb"}])
+    assert tokenizer.decode(ledger.token_ids) == "abbbb"

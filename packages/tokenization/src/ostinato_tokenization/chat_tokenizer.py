@@ -19,7 +19,14 @@ import tokenizers
 from ostinato_tokenization.control_text import ControlText, MaskTable
 from ostinato_tokenization.errors import MessageError, VocabularyError
 from ostinato_tokenization.messages import Message, check_unicode, normalize_messages, normalize_tools
-from ostinato_tokenization.plain_text import ControlToken, EncodePlain, PlainEncoder, control_tokens, marks_start
+from ostinato_tokenization.plain_text import (
+    ControlToken,
+    EncodePlain,
+    PlainEncoder,
+    control_tokens,
+    list_of_ids,
+    marks_start,
+)
 from ostinato_tokenization.rendering import (
     arguments_as_text,
     compile_template,
@@ -328,10 +335,9 @@ class ChatTokenizer:
         """Ids of a text, none of them a control token.
 
         Raises:
-            MessageError: It holds unpaired surrogates.
+            MessageError: It holds unpaired surrogates, or is no text.
         """
-        if not text.isascii():
-            check_unicode(text)
+        check_unicode(text)
         if self._plain.is_fast or self._given.occurs_in(text):
             return self._plain.encode(text)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -342,13 +348,7 @@ class ChatTokenizer:
         Raises:
             VocabularyError: An id is not in the vocabulary.
         """
-        ids = list(token_ids)
-        if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
-            bad = next(token_id for token_id in ids if not 0 <= token_id < self.vocab_size)
-            raise VocabularyError(
-                f"token ids must be from 0 to {self.vocab_size - 1}, got {bad};"
-                " the model's vocabulary may be padded beyond the tokenizer's"
-            )
+        ids = list_of_ids(token_ids, self.vocab_size)
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def normalize(self, text: str) -> str:

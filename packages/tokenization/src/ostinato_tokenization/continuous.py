@@ -14,14 +14,13 @@ from typing import Any
 
 from ostinato_tokenization.chat_tokenizer import ChatTokenizer
 from ostinato_tokenization.control_text import MaskTable
-from ostinato_tokenization.errors import MessageError, TruncatedTurnError
-from ostinato_tokenization.ledger import Origin, TokenLedger
+from ostinato_tokenization.delta import as_chat_tokenizer
+from ostinato_tokenization.errors import LedgerError, MessageError, TruncatedTurnError
+from ostinato_tokenization.ledger import FIRST_POLICY, Origin, TokenLedger
 from ostinato_tokenization.messages import Message
 
 _MAX_SEPARATOR = 4
 """How many tokens of what follows its stop token a policy may say itself."""
-_MAX_CLOSE_IN_WORDS = 32
-"""The same where the template ends turns with words instead of a control token."""
 _REASONING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
@@ -40,7 +39,7 @@ class ContinuousTokens:
     """Keeps ledgers equal to what the model saw. Stateless and shared: one per tokenizer and template variables.
 
     Args:
-        tokenizer: Tokenizer and template.
+        tokenizer: Tokenizer and template; a fast tokenizer of transformers, or a processor with one, is taken over.
         template_kwargs: Variables of the template, such as `enable_thinking`.
         truncated_turn: What happens to turns without a stop token.
         trusted_control_text: Control strings, such as the placeholder `<image>`, that become control tokens also where they
@@ -49,18 +48,20 @@ class ContinuousTokens:
 
     def __init__(
         self,
-        tokenizer: ChatTokenizer,
+        tokenizer: ChatTokenizer | Any,
         *,
         template_kwargs: Mapping[str, Any] | None = None,
         truncated_turn: TruncatedTurn = TruncatedTurn.CLOSE,
         trusted_control_text: Collection[str] = (),
     ) -> None:
+        tokenizer = as_chat_tokenizer(tokenizer)
         if trusted_control_text:
             tokenizer = tokenizer.trusting(trusted_control_text)
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         self.truncated_turn = TruncatedTurn(truncated_turn)
         self._profile = tokenizer.profile(template_kwargs)
+        self._prompt_ids = self._profile.frame.generation_prompt_ids
         self._stop_ids = frozenset(tokenizer.stop_token_ids)
         self._end_ids = tokenizer.end_token_ids
 
@@ -103,7 +104,7 @@ class ContinuousTokens:
         token_ids: Sequence[int],
         logprobs: Sequence[float] | None,
         *,
-        policy_versions: Sequence[tuple[int, int]] = ((0, 0),),
+        policy_versions: Sequence[tuple[int, int]] = FIRST_POLICY,
     ) -> None:
         """Record what the policy sampled, verbatim, stop token included.
 
@@ -135,12 +136,15 @@ class ContinuousTokens:
             HistoryRewrittenError: The template cannot extend the conversation: begin a new segment.
             TruncatedTurnError: The last turn has no stop token, and the policy is `ERROR`.
             MessageError: Messages cannot be rendered.
+            LedgerError: The ledger is empty.
         """
         if not new_messages:
             raise MessageError("new_messages must not be empty, got none; generate without calling this")
         if not previous_messages:
             raise MessageError("previous_messages must not be empty, got none; use build_initial_tokens")
         before = len(ledger)
+        if not before:
+            raise LedgerError("ledger must hold previous_messages, got an empty one; use build_initial_tokens first")
         if previous_messages[-1].get("role") != "assistant":
             self._replace_unanswered(ledger, previous_messages, new_messages, tools)
             return len(ledger) - before
@@ -149,7 +153,8 @@ class ContinuousTokens:
         if said is not None:
             ids = self._without_said(ids, said[0], said[1:])
         else:
-            repair, rest = self._split_repair(ledger, ids, called="tool_calls" in previous_messages[-1])
+            called = "tool_calls" in previous_messages[-1]
+            repair, rest = self._split_repair(ledger, ids, called=called, next_role=new_messages[0]["role"])
             ids = array("i", rest)
             if repair is not None and self.truncated_turn == TruncatedTurn.STOP:
                 return 0
@@ -193,7 +198,7 @@ class ContinuousTokens:
         return ids[said:]
 
     def _split_repair(
-        self, ledger: TokenLedger, ids: Sequence[int], *, called: bool
+        self, ledger: TokenLedger, ids: array[int], *, called: bool, next_role: str
     ) -> tuple[list[int] | None, list[int]]:
         """The tokens that close a turn without a known stop token, and the rest of the continuation.
 
@@ -203,7 +208,12 @@ class ContinuousTokens:
         lead = [] if called else list(self._profile.frame.close_lead_ids)
         close = [*lead, *ids]
         num_close = len(lead) + (ids[0] in self._end_ids and not self._profile.opens_turn(ids[0]))
-        reach = num_close + (_MAX_SEPARATOR if num_close else _MAX_CLOSE_IN_WORDS)
+        reach = num_close + _MAX_SEPARATOR
+        if not num_close:  # words of the template only: those of the next message may be the same as the policy's
+            words = self._profile.frame.words_before(next_role)
+            reach = next(
+                (at for at, (one, other) in enumerate(zip(words, ids, strict=False)) if one != other), len(words)
+            )
         last = ledger.tail_ids(min(ledger.sampled_run, reach))
         said = next((size for size in range(len(last), 0, -1) if last[-size:] == close[:size]), 0)
         if said >= max(num_close, 1):
@@ -241,6 +251,6 @@ class ContinuousTokens:
         ledger.replace_with(scratch)
 
     def _append_context(self, ledger: TokenLedger, ids: array[int]) -> None:
-        prompt = self._profile.frame.generation_prompt_ids
-        prompted = len(prompt) > 0 and ids[-len(prompt) :] == prompt
+        prompt = self._prompt_ids
+        prompted = prompt and ids[-len(prompt) :] == prompt
         ledger.append(ids, Origin.CONTEXT, template_tail=len(prompt) if prompted else 0)

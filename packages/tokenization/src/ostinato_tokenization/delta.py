@@ -17,7 +17,7 @@ import msgspec
 from ostinato_tokenization.chat_tokenizer import ChatTokenizer
 from ostinato_tokenization.control_text import MaskTable
 from ostinato_tokenization.errors import ChatTemplateError, MediaNotSupportedError, MessageError
-from ostinato_tokenization.messages import Message
+from ostinato_tokenization.messages import Message, normalize_messages
 from ostinato_tokenization.template_profile import check_prefix
 
 _logger = logging.getLogger(__name__)
@@ -76,7 +76,9 @@ def encode_delta(
     tokenizer = as_chat_tokenizer(tokenizer)
     if started_at is None:
         started_at = time.time()
-    if not 0 <= index < len(messages):
+    if messages:
+        normalize_messages(messages)  # for its errors
+    if not isinstance(index, int) or not 0 <= index < len(messages):
         raise MessageError(f"index must be from 0 to {len(messages) - 1}, got {index}; count from the first message")
     end = index + 1
     if messages[index].get("role") == "assistant":
@@ -109,9 +111,16 @@ def encode_delta(
 
 
 def as_chat_tokenizer(tokenizer: Any) -> ChatTokenizer:
-    """A ChatTokenizer for an object of transformers; made anew where its template or its tokens have changed."""
+    """A ChatTokenizer for an object of transformers; made anew where its template or its tokens have changed.
+
+    Raises:
+        TokenizerLoadError: It is neither a ChatTokenizer nor a fast tokenizer or a processor with one.
+        ChatTemplateError: It has no chat template.
+    """
     if isinstance(tokenizer, ChatTokenizer):
         return tokenizer
+    if not hasattr(tokenizer, "__weakref__"):
+        return ChatTokenizer.from_transformers(tokenizer)
     inner = getattr(tokenizer, "tokenizer", tokenizer)
     templates = [getattr(one, "chat_template", None) for one in (tokenizer, inner)]
     state = repr((templates, len(inner) if hasattr(inner, "__len__") else None))

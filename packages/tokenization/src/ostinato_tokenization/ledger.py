@@ -12,6 +12,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from enum import IntEnum
+from operator import index
 
 import msgspec
 
@@ -60,6 +61,8 @@ _MASK_OF_ORIGIN = bytes(1 if value == Origin.SAMPLED else 0 for value in range(2
 _KNOWN_ORIGINS = bytes(Origin)
 _BYTE_OF = tuple(bytes((origin,)) for origin in Origin)
 _NAN = float("nan")
+FIRST_POLICY = ((0, 0),)
+"""Versions of a chunk that the first policy sampled as a whole."""
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_LedgerRecord)
 
@@ -105,17 +108,19 @@ def _as_logprob_array(logprobs: Sequence[float] | None, length: int) -> array[fl
 
 def _check_versions(policy_versions: Sequence[tuple[int, int]], length: int) -> None:
     previous = -1
-    for start, version in policy_versions:
-        if not previous < start < length or (previous == -1 and start != 0):
-            raise LedgerError(
-                f"policy_versions must start at 0 and rise within the {length} sampled tokens, got {policy_versions!r};"
-                " give (start, version) pairs with offsets into this chunk"
-            )
-        if version < 0:
-            raise LedgerError(f"policy version must be >= 0, got {version}; number versions from 0")
-        previous = start
-    if previous == -1:
-        raise LedgerError("policy_versions must not be empty, got (); pass ((0, version),)")
+    try:
+        for start, version in policy_versions:
+            rising = previous < index(start) < length and (previous >= 0 or start == 0)
+            if not rising or index(version) < 0:
+                raise ValueError
+            previous = start
+        if previous == -1:
+            raise ValueError
+    except (TypeError, ValueError) as error:
+        raise LedgerError(
+            "policy_versions must be (start, version) pairs of integers whose starts rise from 0 within the"
+            f" {length} sampled tokens, got {policy_versions!r}; pass ((0, version),), versions numbered from 0"
+        ) from error
 
 
 class TokenLedger:
@@ -191,7 +196,7 @@ class TokenLedger:
         token_ids: Sequence[int],
         logprobs: Sequence[float] | None,
         *,
-        policy_versions: Sequence[tuple[int, int]] = ((0, 0),),
+        policy_versions: Sequence[tuple[int, int]] = FIRST_POLICY,
     ) -> None:
         """Record tokens exactly as the policy sampled them; no tokens is a valid chunk.
 
@@ -207,7 +212,8 @@ class TokenLedger:
         values = _as_logprob_array(logprobs, len(ids))
         if not ids:
             return
-        _check_versions(policy_versions, len(ids))
+        if policy_versions is not FIRST_POLICY:
+            _check_versions(policy_versions, len(ids))
         offset = len(self._ids)
         for start, version in policy_versions:
             if not self._versions or self._versions[-1][1] != version:
@@ -230,7 +236,7 @@ class TokenLedger:
         Raises:
             LedgerError: `mark` is negative or beyond the end.
         """
-        if not 0 <= mark <= len(self._ids):
+        if not isinstance(mark, int) or not 0 <= mark <= len(self._ids):
             raise LedgerError(f"mark must be between 0 and {len(self._ids)}, got {mark}; use a value from mark()")
         self._num_sampled -= self._origins.count(Origin.SAMPLED, mark)
         if not self._num_sampled:

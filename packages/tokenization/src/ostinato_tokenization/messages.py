@@ -150,8 +150,10 @@ def check_unicode(text: str) -> None:
     """Check that a text can be encoded.
 
     Raises:
-        MessageError: It holds unpaired surrogates.
+        MessageError: It holds unpaired surrogates, or is no text.
     """
+    if not isinstance(text, str):
+        raise MessageError(f"text must be a string, got {type(text).__name__}; turn it into one first")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -21,6 +21,7 @@ import msgspec
 
 from ostinato_tokenization.chat_tokenizer import ChatTokenizer
 from ostinato_tokenization.control_text import MaskTable
+from ostinato_tokenization.delta import as_chat_tokenizer
 from ostinato_tokenization.errors import ChatTemplateError, TokenizationMismatchError
 from ostinato_tokenization.ledger import Origin, TokenLedger
 from ostinato_tokenization.messages import Message
@@ -88,7 +89,7 @@ class SanityReport(msgspec.Struct, frozen=True):
 
 def check_ledger(
     ledger: TokenLedger,
-    tokenizer: ChatTokenizer,
+    tokenizer: ChatTokenizer | Any,
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
@@ -100,6 +101,7 @@ def check_ledger(
     """Compare a ledger with a fresh rendering; a difference is logged as a warning, counted and returned.
 
     Args:
+        tokenizer: A ChatTokenizer, or a fast tokenizer of transformers, or a processor with one.
         messages: The conversation that the ledger holds, the assistant's messages as they were parsed.
         same_turn: Asked about a turn whose recorded and rendered texts differ: whether they say the same, as JSON with
             other spaces does, or cannot be told to say different things. None: texts that differ say different things.
@@ -115,6 +117,7 @@ def check_ledger(
     global _num_mismatches
     if SanityCheckMode(mode) == SanityCheckMode.DISABLE:
         return None
+    tokenizer = as_chat_tokenizer(tokenizer)
     report = _Comparison(ledger, tokenizer, messages, tools, SanityCheckMode(mode), template_kwargs, same_turn).run()
     if report is not None:
         with _lock:

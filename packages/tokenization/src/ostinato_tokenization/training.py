@@ -15,7 +15,7 @@ from ostinato_tokenization.chat_tokenizer import ChatTokenizer
 from ostinato_tokenization.continuous import ContinuousTokens
 from ostinato_tokenization.delta import as_chat_tokenizer, encode_assistant_delta
 from ostinato_tokenization.errors import MessageError
-from ostinato_tokenization.messages import Message
+from ostinato_tokenization.messages import Message, normalize_messages
 
 
 class TrainingConversation(msgspec.Struct, frozen=True):
@@ -49,6 +49,8 @@ def encode_training_conversation(
         ChatTemplateError: The template refuses the conversation.
     """
     tokenizer = as_chat_tokenizer(tokenizer)
+    if messages:
+        normalize_messages(messages)  # for its errors
     turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     if not turns or turns[0] == 0:
         raise MessageError(

@@ -32,6 +32,7 @@ class TurnFrame:
     def __init__(self, tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
         self._kwargs = template_kwargs
+        self._words_before: dict[str, array[int]] = {}
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> str | None:
         """The conversation, behind a system text where the template asks for one; None where it refuses both."""
@@ -82,6 +83,15 @@ class TurnFrame:
             if control in self._tokenizer.boundaries.ends:
                 return tuple(self._tokenizer.encode_masked(zone[:at], MaskTable(), continues=True))
         return ()
+
+    def words_before(self, role: str) -> array[int]:
+        """Ids of what a template whose turns end in words writes between an assistant's words and a message of this role."""
+        if role not in self._words_before:
+            text = self._render([USER, PLAIN_TURN, {"role": role, "content": NEXT_SENTINEL}]) or ""
+            zone, found, _ = text.rpartition(SENTINEL)[2].partition(NEXT_SENTINEL)
+            ids = self._tokenizer.encode_masked(zone if found else "", MaskTable(), continues=True)
+            self._words_before[role] = array("i", ids)
+        return self._words_before[role]
 
     @cached_property
     def reasoning_close(self) -> str:
