@@ -1,6 +1,7 @@
 """The embedded engine, beyond what the public suite asks of every engine."""
 
 import asyncio
+import json
 import threading
 
 import numpy as np
@@ -451,6 +452,49 @@ class Codec:
         return {"role": "assistant", "content": " ".join(map(str, token_ids))}
 
 
+class WebRequest:
+    """What a web framework hands over."""
+
+    def __init__(self, body):
+        self.body = body
+
+    async def json(self):
+        """The decoded body."""
+        return json.loads(self.body)
+
+
+async def test_an_aborted_chat_says_so(serve, make_model):
+    """A chat request that is aborted ends with a finish reason of its own, not with that of a limit."""
+    server = await serve(make_model(), chat_codec=Codec())
+    await server.pause(PauseMode.KEEP)
+    task = asyncio.ensure_future(server.chat_completion({"messages": [{"role": "user", "content": "hello"}]}))
+    await asyncio.sleep(0)
+    assert await server.abort() == 1
+    assert (await task)["choices"][0]["finish_reason"] == "abort"
+
+
+async def test_an_abort_takes_one_step(serve, make_model):
+    """Between the call of abort and its return the model computes at most the step that was under way."""
+    model = make_model()
+    server = await serve(model)
+    running, computed = asyncio.Event(), []
+    loop = asyncio.get_running_loop()
+
+    def watch(*args):
+        computed.append(1)
+        loop.call_soon_threadsafe(running.set)
+
+    model.register_forward_pre_hook(watch)
+    task = asyncio.ensure_future(server.generate(PROMPT, SamplingParams(max_tokens=120), "a"))
+    await running.wait()
+    before = len(computed)
+    assert await server.abort(["a"]) == 1
+    assert len(computed) - before <= 2  # a step is a prefill and a decode
+    out = await task
+    assert out.stop_reason is StopReason.ABORTED
+    assert len(out.token_ids) <= len(computed)
+
+
 async def test_chat_needs_a_codec(serve, make_model):
     """chat_completion says what is missing, answers through a codec, and refuses what it does not support."""
     request = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "temperature": 0}
@@ -462,6 +506,14 @@ async def test_chat_needs_a_codec(serve, make_model):
     out = await server.generate(ids, SamplingParams(max_tokens=5, temperature=0, stop_token_ids=(95,)), "a")
     assert answer["choices"][0]["message"]["content"] == " ".join(map(str, out.token_ids))
     assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert json.loads(json.dumps(answer)) == answer
+    same = await server.chat_completion(WebRequest(json.dumps(request)))
+    assert same["choices"] == answer["choices"]
+    with pytest.raises(EngineInputError, match="must be JSON"):
+        await server.chat_completion(WebRequest("{"))
+    with pytest.raises(EngineInputError, match="must not differ"):
+        await server.chat_completion({**request, "max_completion_tokens": 6})
     for bad in ({**request, "stop": ["x"]}, {**request, "n": 2}, {**request, "stream": True}, {"messages": []}, "text"):
         with pytest.raises(EngineInputError):
             await server.chat_completion(bad)

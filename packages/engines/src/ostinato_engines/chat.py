@@ -28,15 +28,13 @@ async def answer_chat(server: AsyncServerBase, codec: ChatCodec, raw_request: An
     Args:
         server: Generates.
         codec: Turns messages into ids and ids into a message.
-        raw_request: The decoded body of `POST /v1/chat/completions`. One choice, not streamed.
+        raw_request: The decoded body of `POST /v1/chat/completions`, or a web framework's request whose awaitable
+            `json()` gives it. One choice, not streamed.
 
     Raises:
         EngineInputError: A field is missing or not supported; nothing is ignored.
     """
-    if not isinstance(raw_request, Mapping):
-        raise EngineInputError(
-            f"raw_request must be a mapping, got {type(raw_request).__name__}; decode the body first"
-        )
+    raw_request = await _body(raw_request)
     for key, value in raw_request.items():
         if key not in _OTHER_KEYS and key not in _SAMPLING_KEYS:
             known = ", ".join(sorted(_OTHER_KEYS | set(_SAMPLING_KEYS)))
@@ -45,6 +43,11 @@ async def answer_chat(server: AsyncServerBase, codec: ChatCodec, raw_request: An
             raise EngineInputError(
                 f"{key} must be {'1' if key == 'n' else 'false'}, got {value!r}; send one request each"
             )
+    if (
+        len({raw_request[key] for key in ("max_tokens", "max_completion_tokens") if raw_request.get(key) is not None})
+        > 1
+    ):
+        raise EngineInputError("max_tokens and max_completion_tokens must not differ, got two values; send one of them")
     messages = raw_request.get("messages")
     if not isinstance(messages, list) or not messages:
         raise EngineInputError(f"messages must be a non-empty list, got {messages!r:.80}; send the conversation")
@@ -65,9 +68,9 @@ async def answer_chat(server: AsyncServerBase, codec: ChatCodec, raw_request: An
     finally:
         await server.release(request_id)
     message = dict(codec.parse(output.token_ids))
-    finish = (
-        "length" if output.stop_reason is not StopReason.STOP else "tool_calls" if message.get("tool_calls") else "stop"
-    )
+    finish = "tool_calls" if message.get("tool_calls") else "stop"
+    if output.stop_reason is not StopReason.STOP:
+        finish = "length" if output.stop_reason is StopReason.LENGTH else "abort"
     return {
         "id": request_id,
         "object": "chat.completion",
@@ -80,3 +83,16 @@ async def answer_chat(server: AsyncServerBase, codec: ChatCodec, raw_request: An
             "total_tokens": len(prompt_ids) + len(output.token_ids),
         },
     }
+
+
+async def _body(raw_request: Any) -> Mapping[str, Any]:
+    if not isinstance(raw_request, Mapping) and callable(getattr(raw_request, "json", None)):
+        try:
+            raw_request = await raw_request.json()
+        except ValueError as error:
+            raise EngineInputError(f"raw_request must be JSON, got {error}; send an object") from error
+    if not isinstance(raw_request, Mapping):
+        raise EngineInputError(
+            f"raw_request must be a mapping, got {type(raw_request).__name__}; decode the body first"
+        )
+    return raw_request

@@ -71,7 +71,11 @@ class AsyncServerBase(ABC):
 
     @abstractmethod
     async def chat_completion(self, raw_request: Any) -> Any:
-        """Answers an OpenAI-style chat request (a mapping) with an OpenAI-style response."""
+        """Answers an OpenAI-style chat request: a mapping, or what has an awaitable `json()` that gives one.
+
+        Returns:
+            An OpenAI-style response: a mapping that encodes as JSON, or a web framework's response that holds it.
+        """
 
     async def start(self) -> None:  # noqa: B027  a default, not abstract
         """Loads what the engine needs; by default there is nothing to load."""
