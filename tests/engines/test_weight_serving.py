@@ -87,9 +87,11 @@ async def answer_with(make_model):
     return ask
 
 
-async def test_an_engine_follows_its_sender(follow, weights_of, answer_with):
-    """Update after update the engine answers as a cold engine with the weights that were sent, under their version."""
-    server, sender, _ = await follow()
+@pytest.mark.parametrize("full_determinism", [False, True])
+async def test_an_engine_follows_its_sender(follow, weights_of, answer_with, full_determinism):
+    """Update after update the engine, which steps in a thread or on the event loop, answers as a cold engine with the
+    weights that were sent, under their version."""
+    server, sender, _ = await follow(full_determinism=full_determinism)
     assert await answer_of(server) == await answer_with(0)
     for seed, version in ((1, 4), (2, 5)):
         manifest, tensors = weights_of(seed, version)

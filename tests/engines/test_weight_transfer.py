@@ -7,6 +7,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from pathlib import Path
@@ -130,9 +131,9 @@ def num_mappings():
 
 
 def shared_files():
-    """Names in the folder of shared memory."""
-    folder = Path("/dev/shm")
-    return sorted(folder.iterdir()) if folder.exists() else []
+    """Names of ours in the folders where memory and files are shared; other programs come and go there."""
+    folders = [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    return sorted(path for folder in folders for path in folder.glob("*ostinato-weights*"))
 
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
@@ -396,6 +397,20 @@ def test_weights_are_read_once(connected):
     sender, _ = connected(apply=apply)
     with pytest.raises(WeightUpdateError, match="read once"):
         sender.send(MANIFEST, TENSORS.items())
+
+
+def test_one_update_is_sent_at_a_time(connected):
+    """A second update that is begun while one streams is refused, and the first one arrives whole."""
+    sender, follower = connected()
+
+    def source():
+        with pytest.raises(EngineInputError, match="two at a time"):
+            sender.send(MANIFEST, TENSORS.items())
+        yield from TENSORS.items()
+
+    sender.send(MANIFEST, source())
+    (received,) = follower.results
+    assert same(received, TENSORS)
 
 
 # Ends that stand still, or go away

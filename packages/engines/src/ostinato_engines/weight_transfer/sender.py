@@ -5,6 +5,7 @@ Invariant: memory is bounded by `NUM_SLOTS` slots and one tensor of the source a
 
 import itertools
 import socket
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
@@ -48,7 +49,7 @@ Answer = TypeVar("Answer", Accepted, Taken, Done)
 
 
 class WeightSender:
-    """Sends weight updates to one `WeightReceiver`; from one thread at a time, only `abort` may come from another.
+    """Sends weight updates to one `WeightReceiver`, one at a time; `abort` may come from another thread.
 
     Args:
         connection: A connected Unix stream socket; the sender owns it from then on.
@@ -83,6 +84,7 @@ class WeightSender:
         self._updates = itertools.count(1)
         self._memory: SlotMemory | None = None
         self._reader_pid = 0
+        self._sending = threading.Lock()
 
     def send(self, manifest: WeightManifest, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Sends one complete update; returns once the new weights serve.
@@ -90,6 +92,7 @@ class WeightSender:
         Another update may follow any error but the last two.
 
         Raises:
+            EngineInputError: Another update is being sent.
             ManifestError: Refused; no tensor was read, the old policy serves on.
             EngineError: The engine cannot take weights now, as it says; no tensor was read.
             WeightUpdateError: The stream failed at either end; the engine waits for a complete update.
@@ -98,24 +101,39 @@ class WeightSender:
         """
         progress = StreamProgress(manifest)
         slot_bytes = slot_bytes_for(manifest, self._bucket_bytes)
-        update = next(self._updates)
-        with self._telling_failures(update, progress):
-            self._channel.send(Offer(update, manifest))
-            self._reader_pid = self._expect(update, Accepted).process_id
-            buckets = _BucketWriter(
-                self._memory_for(update, slot_bytes),
-                self._bucket_bytes,
-                lambda index, slot, entries: self._channel.send(Bucket(update, index, slot, entries)),
-                lambda: self._expect(update, Taken).slot,
-            )
-            for name, tensor in weights:
-                buckets.add(progress.check(name, tensor), tensor)
-                del tensor
-            progress.finish()
-            self._channel.send(Ended(update, buckets.finish()))
-            self._expect(update, Done)
-            if self._memory is not None and not self._memory.is_kept:
-                self._drop_memory()
+        if not self._sending.acquire(blocking=False):
+            raise EngineInputError("send must end before the next one begins, got two at a time; await the first")
+        try:
+            update = next(self._updates)
+            with self._telling_failures(update, progress):
+                self._send(update, manifest, weights, progress, slot_bytes)
+        finally:
+            self._sending.release()
+
+    def _send(
+        self,
+        update: int,
+        manifest: WeightManifest,
+        weights: Iterable[tuple[str, Tensor]],
+        progress: StreamProgress,
+        slot_bytes: int,
+    ) -> None:
+        self._channel.send(Offer(update, manifest))
+        self._reader_pid = self._expect(update, Accepted).process_id
+        buckets = _BucketWriter(
+            self._memory_for(update, slot_bytes),
+            self._bucket_bytes,
+            lambda index, slot, entries: self._channel.send(Bucket(update, index, slot, entries)),
+            lambda: self._expect(update, Taken).slot,
+        )
+        for name, tensor in weights:
+            buckets.add(progress.check(name, tensor), tensor)
+            del tensor
+        progress.finish()
+        self._channel.send(Ended(update, buckets.finish()))
+        self._expect(update, Done)
+        if self._memory is not None and not self._memory.is_kept:
+            self._drop_memory()
 
     def abort(self) -> None:
         """Ends the conversation at once, from any thread; a `send` that waits raises `WeightPeerLostError`."""
