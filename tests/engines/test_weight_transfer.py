@@ -7,7 +7,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from pathlib import Path
@@ -131,9 +130,8 @@ def num_mappings():
 
 
 def shared_files():
-    """Names of ours in the folders where memory and files are shared; other programs come and go there."""
-    folders = [Path("/dev/shm"), Path(tempfile.gettempdir())]
-    return sorted(path for folder in folders for path in folder.glob("*ostinato-weights*"))
+    """Names of ours in the folder of shared memory, where other programs come and go."""
+    return sorted(Path("/dev/shm").glob("*ostinato*"))
 
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
