@@ -547,6 +547,38 @@ async def test_signals_reach_no_other_process(run: Run, needs, victim: subproces
     await run("import os; os.kill(-1, 9)")
 
 
+async def test_descriptors_send_no_signals_to_others(victim: subprocess.Popen) -> None:
+    """Where the filter alone holds signals back, no other process becomes the owner of a descriptor that would kill it."""
+    config = {**LIMITS, "without": ("namespaces", "cgroup", "drop_root", "landlock")}
+    report = {entry.name: entry for entry in enforcement(config)}
+    if not report["system_calls"].enforced:
+        pytest.skip(f"system_calls is not enforced here: {report['system_calls'].detail}")
+    code = f"""
+        import fcntl, os, signal, struct
+        read, write = os.pipe()
+        fcntl.fcntl(read, 10, signal.SIGKILL)  # F_SETSIG
+        ways = [
+            lambda pid: fcntl.fcntl(read, fcntl.F_SETOWN, pid),
+            lambda pid: fcntl.fcntl(read, 15, struct.pack("ii", 1, pid)),  # F_SETOWN_EX
+            lambda pid: fcntl.ioctl(read, 0x8901, struct.pack("i", pid)),  # FIOSETOWN
+        ]
+        for way in ways:
+            for pid in ({victim.pid}, os.getppid(), -os.getppid()):
+                try:
+                    way(pid)
+                    print("owned by", pid)
+                except OSError:
+                    pass
+        fcntl.fcntl(read, fcntl.F_SETFL, os.O_ASYNC)
+        os.write(write, b"x")
+    """
+    async with opened(config) as tools:
+        outcome = await call(tools, dedent(code))
+        assert text_of(outcome) == "1"
+        assert text_of(await call(tools, "'alive'")) == "'alive'"
+    assert victim.poll() is None
+
+
 async def test_other_processes_cannot_be_slowed_or_limited(run: Run, needs, victim: subprocess.Popen) -> None:
     """Without a signal, too, nothing can be done to a process of the parent's: no priority, no processor, no limit."""
     needs("other_processes", "system_calls")

@@ -101,9 +101,11 @@ def test_arguments_decide_where_the_number_does_not(machine: str) -> None:
     assert of(435) == ENOSYS
     assert of(SOCKETPAIR[machine], 1, 1) == of(SOCKETPAIR[machine], 1, 1 | 0o2004000) == ALLOW
     assert {of(SOCKETPAIR[machine], 1, kind) for kind in (2, 3, 5, 2 | 0o2000000)} == {EPERM}
+    assert {of(SOCKETPAIR[machine], family, 1) for family in (0, 2, 10, 16, 30, 40)} == {EPERM}
     assert [of(PRCTL[machine], option) for option in (1, 4, 15, 38)] == [EPERM, EPERM, ALLOW, ALLOW]
     assert [of(PRLIMIT[machine], pid, limit) for pid, limit in ((0, 7), (0, 4), (1, 7))] == [ALLOW, EPERM, EPERM]
     assert [of(IOCTL[machine], 1, request) for request in (0x5401, 0x5412, 0x541C)] == [ALLOW, EPERM, EPERM]
+    assert {of(IOCTL[machine], 1, request) for request in (0x8901, 0x8902)} == {EPERM}
     assert of(KILL_CALL[machine], 1, 9) == ALLOW
     own = compile_filter(machine, among_equals=True, only_signals_to=77)
     assert [verdict(own, arch, KILL_CALL[machine], (pid, 9)) for pid in (77, 76, 2**32 - 1, 0)] == [
@@ -112,6 +114,31 @@ def test_arguments_decide_where_the_number_does_not(machine: str) -> None:
         EPERM,
         EPERM,
     ]
+
+
+def test_signals_take_no_way_around(machine: str) -> None:
+    """Where only one process may be signalled, no descriptor gets another owner, to be signalled when something can be read."""
+    number = {"x86_64": 72, "aarch64": 25}[machine]
+    own = compile_filter(machine, among_equals=True, only_signals_to=77)
+    commands = (0, 1, 2, 3, 4, 8, 15, 1030)
+    assert [verdict(own, ARCH[machine], number, (5, command, 1)) for command in commands] == [
+        *[ALLOW] * 5,
+        EPERM,
+        EPERM,
+        ALLOW,
+    ]
+
+
+def test_what_may_only_be_read_cannot_be_emptied(machine: str) -> None:
+    """Among equals no file is emptied by opening it for reading, which kernels let pass that know no right to truncate."""
+    program = compile_filter(machine, among_equals=True, only_signals_to=None)
+    read, write, both, neither, empty = 0, 1, 2, 3, 0o1000
+    calls = {"x86_64": ((2, (0,)), (257, (0, 0))), "aarch64": ((56, (0, 0)),)}[machine]
+    for number, before in calls:
+        for flags in (read, write, both, neither, write | empty | 0o100, both | empty, read | 0o2000000):
+            assert verdict(program, ARCH[machine], number, (*before, flags)) == ALLOW
+        for flags in (read | empty, neither | empty, read | empty | 0o2000000):
+            assert verdict(program, ARCH[machine], number, (*before, flags)) == EPERM
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,9 @@ REFUSED_AMONG_EQUALS: dict[str, tuple[int | None, int | None]] = {
     "sched_setscheduler": (144, 119),
     "ioprio_set": (251, 30),
     "process_mrelease": (448, 448),
-    # What may be done to any file of one's own user, and Landlock does not see.
+    # What may be done to any file of one's own user, and Landlock does not see (the first two: before Linux 6.2).
+    "truncate": (76, 45),
+    "openat2": (437, 437),  # its flags are out of a filter's reach
     "chmod": (90, None),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -141,14 +143,21 @@ REFUSED_AMONG_EQUALS: dict[str, tuple[int | None, int | None]] = {
 
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
+_FCNTL = {"x86_64": 72, "aarch64": 25}
 _IOCTL = {"x86_64": 16, "aarch64": 29}
 _KILL = {"x86_64": (62, 234), "aarch64": (129, 131)}
+_OPEN = {"x86_64": ((2, 1), (257, 2)), "aarch64": ((56, 2),)}
+"""The calls that open files, and which of their arguments holds the flags."""
 _PRCTL = {"x86_64": 157, "aarch64": 167}
 _PRLIMIT = {"x86_64": 302, "aarch64": 261}
 _SETRLIMIT = {"x86_64": 160, "aarch64": 164}
 _SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
 _NEW_NAMESPACES = 0x7E020000
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+_FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
+_F_SETOWN, _F_SETOWN_EX = 8, 15
+_O_TRUNC, _O_ACCMODE = 0o1000, 0o3
+_AF_UNIX = 1
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22
 _SOCK_STREAM = 1
 _RLIMIT_CORE = 4
@@ -199,15 +208,21 @@ def compile_filter(machine: str, *, among_equals: bool, only_signals_to: int | N
         *_when(_CLONE3, [_line(_RETURN, _ENOSYS)]),  # its flags are out of a filter's reach; libc goes back to clone
         *_when(_CLONE[machine], _refuse_if(0, _ANY_BIT, _NEW_NAMESPACES)),
         # Streams stay with their pair; a datagram could be sent from one to any other socket.
-        *_when(_SOCKETPAIR[machine], _allow_only(1, _SOCK_STREAM, of_bits=0xF)),
+        *_when(_SOCKETPAIR[machine], [*_refuse_unless(0, _AF_UNIX), *_allow_only(1, _SOCK_STREAM, of_bits=0xF)]),
         *_when(_PRCTL[machine], _refuse_if(0, _EQUAL, _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE)),
         *_when(_SETRLIMIT[machine], _refuse_if(0, _EQUAL, _RLIMIT_CORE)),
         *_when(_PRLIMIT[machine], [*_refuse_unless(0, 0), *_refuse_if(1, _EQUAL, _RLIMIT_CORE)]),
-        *_when(_IOCTL[machine], _refuse_if(1, _EQUAL, _TIOCSTI, _TIOCLINUX)),
+        *_when(_IOCTL[machine], _refuse_if(1, _EQUAL, _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP)),
     ]
     if only_signals_to is not None:
         for number in _KILL[machine]:
             lines += _when(number, _allow_only(0, only_signals_to))
+        # The owner of a descriptor gets a signal, of any kind, when the descriptor becomes readable.
+        lines += _when(_FCNTL[machine], _refuse_if(1, _EQUAL, _F_SETOWN, _F_SETOWN_EX))
+    if among_equals:  # before Linux 6.2, who may only read a file may still empty it
+        for number, flags in _OPEN[machine]:
+            emptying = _refuse_if(flags, _EQUAL, _O_TRUNC, _O_TRUNC | _O_ACCMODE, of_bits=_O_TRUNC | _O_ACCMODE)
+            lines += _when(number, emptying)
     for numbers in refused.values():
         number = numbers[column]
         if number is not None:
@@ -224,8 +239,8 @@ def _when(number: int, then: list[bytes]) -> list[bytes]:
     return [_line(_EQUAL, number, no=len(then)), *then]
 
 
-def _refuse_if(argument: int, test: int, *values: int) -> list[bytes]:
-    lines = [_line(_LOAD, _ARGUMENT_AT + 8 * argument)]
+def _refuse_if(argument: int, test: int, *values: int, of_bits: int = 0xFFFFFFFF) -> list[bytes]:
+    lines = [_line(_LOAD, _ARGUMENT_AT + 8 * argument), _line(_AND, of_bits)]
     for value in values:
         lines += [_line(test, value, no=1), _line(_RETURN, _EPERM)]
     return [*lines, _line(_RETURN, _ALLOW)]
