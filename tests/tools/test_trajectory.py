@@ -513,12 +513,17 @@ async def test_a_failing_reward_is_an_error_not_zero(plan: str) -> None:
             await tools.calc_rewards()
 
 
-async def test_calc_reward_must_be_a_finite_number() -> None:
-    """NaN and None are no rewards."""
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), float("-inf"), None, "1", 10**400, 10**5000],
+    ids=["nan", "inf", "none", "text", "huge", "unprintable"],
+)
+async def test_calc_reward_must_be_a_finite_number(value: object) -> None:
+    """NaN, None, text and integers beyond every float are no rewards."""
 
     class Odd(CounterTool):
         async def calc_reward(self, instance_id, **kwargs):
-            return float("nan")
+            return value
 
     registry = ToolRegistry()
     registry.add_class(Odd)
@@ -526,6 +531,66 @@ async def test_calc_reward_must_be_a_finite_number() -> None:
         await tools.run([make_call("counter")])
         with pytest.raises(ToolRewardError, match="finite"):
             await tools.calc_rewards()
+
+
+async def test_rewards_can_be_asked_for_while_calls_run() -> None:
+    """A tool that is used for the first time meanwhile disturbs no reward."""
+
+    class Slow(CounterTool):
+        async def calc_reward(self, instance_id, **kwargs):
+            asked.set()
+            await used.wait()
+            return 1.0
+
+    asked, used = asyncio.Event(), asyncio.Event()
+    registry = ToolRegistry()
+    registry.add_class(Slow, tool_schema=make_schema("slow"))
+    registry.add_class(CounterTool, tool_schema=make_schema("late"))
+    async with ToolExecutor(registry).open("t") as tools:
+        await tools.run([make_call("slow")])
+        rewards = asyncio.create_task(tools.calc_rewards())
+        await asked.wait()
+        await tools.run([make_call("late")])
+        used.set()
+        assert await rewards == {"slow": 1.0}
+
+
+class _NoException(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("raised", [_NoException("x"), GeneratorExit(), BaseExceptionGroup("g", [_NoException()])])
+@pytest.mark.parametrize("method", ["create", "execute", "release"])
+async def test_what_is_no_exception_is_a_failure_all_the_same(raised: BaseException, method: str) -> None:
+    """A tool that raises what `except Exception` does not catch fails its own call, and its sibling and release go on."""
+
+    class Odd(CounterTool):
+        pass
+
+    async def fail(self, *args, **kwargs):
+        raise raised
+
+    setattr(Odd, method, fail)
+    registry = fake_registry()
+    registry.add_class(Odd, tool_schema=make_schema("odd"))
+    tools = ToolExecutor(registry).open("t")
+    async with tools:
+        odd, sibling = await tools.run([make_call("odd"), make_call("echo", {"text": "hi"})])
+    kinds = {"create": OutcomeKind.INFRASTRUCTURE, "execute": OutcomeKind.TOOL_ERROR, "release": OutcomeKind.OK}
+    assert (odd.kind, sibling.kind) == (kinds[method], OutcomeKind.OK)
+    assert [type(raised).__name__ in failure for failure in tools.release_failures] == [True] * (method == "release")
+
+
+@pytest.mark.parametrize("raised", [_NoException, GeneratorExit, KeyboardInterrupt, SystemExit, asyncio.CancelledError])
+async def test_what_a_thread_raises_stays_its_own(raised: type[BaseException]) -> None:
+    """A synchronous function ends neither the loop nor its caller, whatever it raises: no key was pressed in a thread."""
+
+    def function() -> str:
+        raise raised
+
+    outcome = await outcome_of(tool_of(function), make_call("f"))
+    assert outcome.kind is OutcomeKind.TOOL_ERROR
+    assert "Error: f failed" in outcome.message["content"]
 
 
 async def test_many_trajectories_at_once() -> None:

@@ -27,7 +27,7 @@ class DeadlineExceeded(Exception):
 
 
 class ToolGone(Exception):
-    """The coroutine cancelled itself or tried to end the process."""
+    """The coroutine cancelled itself, tried to end the process, or raised what is no Exception."""
 
 
 class Deadlines:
@@ -90,7 +90,7 @@ async def run_bounded(
 
     Raises:
         DeadlineExceeded: it did not end in time; it has been cancelled.
-        ToolGone: it ended as cancelled without having been cancelled here, or raised SystemExit.
+        ToolGone: it ended as cancelled without having been cancelled here, or raised what is no Exception.
         asyncio.CancelledError: the caller was cancelled; so was the coroutine, and it has had its grace.
         Exception: what the coroutine raised.
     """
@@ -116,7 +116,12 @@ async def run_bounded(
     if task.cancelled():
         coroutine.close()  # it may have been cancelled before its first step
         raise ToolGone("it was cancelled from within")
-    return task.result()
+    try:
+        return task.result()
+    except (Exception, KeyboardInterrupt):  # the second is the user's: it has ended the loop as well
+        raise
+    except BaseException as error:  # GeneratorExit and the like mean something to whoever awaits: not from a tool
+        raise ToolGone(f"it raised {type(error).__name__}, which is no Exception") from error
 
 
 async def stop(running: dict[asyncio.Task, asyncio.Future], what: str) -> None:

@@ -101,7 +101,7 @@ def _as_reward(value: Any) -> float:
     except (TypeError, ValueError, OverflowError):
         reward = math.nan
     if not math.isfinite(reward):
-        raise ToolResultError(f"reward must be a finite number or None, got {_short(value)}; return a float")
+        raise ToolResultError(f"reward must be a finite number or None, got {short_repr(value)}; return a float")
     return reward
 
 
@@ -113,6 +113,10 @@ def _as_metrics(value: Any) -> dict:
     return dict(value)
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
+def short_repr(value: Any) -> str:
+    """Return how a foreign value is written, cut; its class where it cannot be written."""
+    try:
+        text = repr(value)
+    except Exception:  # a foreign __repr__, or an integer of thousands of digits
+        text = f"a value of type {type(value).__name__} that cannot be shown"
     return text if len(text) <= 80 else text[:77] + "..."

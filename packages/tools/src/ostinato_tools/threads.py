@@ -13,6 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from ostinato_tools.deadline import ToolGone
+
 MAX_THREADS = 512
 
 
@@ -32,13 +34,16 @@ class DaemonThreads:
         Cancelling leaves a function that has begun to its thread and forgets its result; one that waits never begins.
 
         Raises:
-            BaseException: what the function raised.
+            ToolGone: the function raised KeyboardInterrupt, which in a thread is nobody's key.
+            BaseException: what else it raised.
         """
         context = contextvars.copy_context()
         future: Future = Future()
         self._queue.put((future, lambda: _capture(context, function)))
         self._grow()
         value, error = await asyncio.wrap_future(future)
+        if isinstance(error, KeyboardInterrupt):
+            raise ToolGone("it raised KeyboardInterrupt, which is no Exception") from error
         if error is not None:
             raise error
         return value

@@ -16,7 +16,7 @@ from ostinato_tools.calls import CallFailed, OutcomeKind, ToolCall, ToolOutcome
 from ostinato_tools.deadline import DeadlineExceeded, run_bounded, stop
 from ostinato_tools.errors import ToolClosedError, ToolRewardError
 from ostinato_tools.failures import describe, spoken_failure, unspoken_failure
-from ostinato_tools.responses import ToolResponse, normalize_result
+from ostinato_tools.responses import ToolResponse, normalize_result, short_repr
 
 if TYPE_CHECKING:
     from ostinato_tools.executor import BoundTool, ToolExecutor
@@ -147,8 +147,9 @@ class TrajectoryTools:
         """
         self._require_open()
         rewards: dict[str, float] = {}
-        for name, slot in self._slots.items():
+        for name, slot in tuple(self._slots.items()):  # a call that runs meanwhile may add one
             async with slot.lock:
+                self._require_open()
                 if slot.tool is not None:
                     rewards[name] = await self._calc_reward(self._bound[name], slot.tool, slot.instance_id)
         return rewards
@@ -165,9 +166,13 @@ class TrajectoryTools:
             ) from None
         except Exception as error:  # the tool's code; whatever it raises, there is no reward
             raise ToolRewardError(f"calc_reward of {name} must give a number, got {describe(error)}{cure}") from error
-        if isinstance(value, int | float) and math.isfinite(value):
-            return float(value)
-        raise ToolRewardError(f"calc_reward of {name} must give a finite number, got {value!r:.80}{cure}")
+        try:
+            reward = float(value) if isinstance(value, int | float) else math.nan
+        except OverflowError:
+            reward = math.nan
+        if math.isfinite(reward):
+            return reward
+        raise ToolRewardError(f"calc_reward of {name} must give a finite number, got {short_repr(value)}{cure}")
 
     async def _run_many(self, calls: Sequence[ToolCall]) -> list[ToolOutcome]:
         async with asyncio.TaskGroup() as group:
