@@ -133,7 +133,10 @@ class TrajectoryTools:
             ToolClosedError: the tools are not open.
         """
         self._require_open()
-        return [await self._run_one(calls[0])] if len(calls) == 1 else await self._run_many(calls)
+        if len(calls) != 1:
+            return await self._run_many(calls)
+        outcome = await self._run_one(calls[0])  # not inside of a list, which would wait with it
+        return [outcome]
 
     async def calc_rewards(self) -> dict[str, float]:
         """Ask every stateful tool that was used for the reward of its state.
