@@ -15,7 +15,7 @@ def test_the_examples_run():
     if not README.is_file():
         pytest.skip("the README lies in the source tree only")
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     namespace: dict = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), namespace)
