@@ -315,3 +315,21 @@ def test_a_template_without_control_tokens_is_compared_too():
         changed = [*messages]
         changed[index] = {**message, "content": "Xother"}
         assert check_ledger(ledger, tokenizer, changed, mode=STRICT) is not None
+
+
+def test_newlines_before_an_answer_without_reasoning_are_a_difference(tiny):
+    """Strictly, white space at the beginning of what was said or of a prompt's last words counts where no reasoning was cut."""
+    messages = [user("q"), said("x")]
+    ledger, _ = play(tiny, "q", "\n\nx<|im_end|>")
+    assert check_ledger(ledger, tiny, messages, mode=STRICT) is not None
+    assert check_ledger(ledger, tiny, messages, mode=IGNORE) is None
+
+
+def test_a_template_that_always_writes_a_generation_prompt_is_no_difference():
+    """Where the template opens the assistant's turn whether asked to or not, an honest ledger has nothing to report."""
+    always = TINY_CHAT_TEMPLATE.replace("{%- if add_generation_prompt %}", "{%- if true %}")
+    tokenizer = ChatTokenizer(tiny_tokenizer(), always, named_tokens={"eos_token": "<|im_end|>"})
+    ledger, messages = play(tokenizer, "q", "x<|im_end|>", "k", "y<|im_end|>")
+    assert check_ledger(ledger, tokenizer, messages, mode=STRICT) is None
+    longer = [*messages, user("z")]
+    assert check_ledger(ledger, tokenizer, longer, mode=STRICT) is not None

@@ -4,7 +4,7 @@ import pytest
 import tokenizers
 from tokenizers import normalizers, pre_tokenizers
 
-from ostinato_tokenization import ChatTokenizer, ContinuousTokens
+from ostinato_tokenization import ChatTokenizer, ContinuousTokens, Origin
 from ostinato_tokenization.testing import TINY_SPECIAL_TOKENS, tiny_tokenizer
 
 _PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -174,3 +174,19 @@ def test_a_message_that_says_what_the_policy_said_is_appended_all_the_same():
     tokens.merge_assistant_tokens(ledger, tokenizer.encode_text("bb"), None)
     tokens.merge_context_messages(ledger, messages, [{"role": "user", "content": "bb"}])
     assert tokenizer.decode(ledger.token_ids) == "abbbb"
+
+
+def test_the_end_of_sequence_token_before_words_is_no_opener():
+    """What closes a conversation's last turn only closes: a turn that was cut off is closed by a token of the framework."""
+    template = (
+        "{% for m in messages %}{{ '> ' + m.role + ': ' + m.content + ('<|im_end|>' if m.role == 'assistant' else '') + '\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '> assistant:' }}{% endif %}"
+    )
+    tokenizer = ChatTokenizer(tiny_tokenizer(), template, named_tokens={"eos_token": "<|im_end|>"})
+    tokens = ContinuousTokens(tokenizer)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    ledger = tokens.build_initial_tokens(messages[:1])
+    tokens.merge_assistant_tokens(ledger, tokenizer.encode_text(" b"), None)
+    tokens.merge_context_messages(ledger, messages, [{"role": "user", "content": "c"}])
+    assert ledger.origins.count(Origin.REPAIR) == 1
+    assert tokenizer.decode(ledger.token_ids) == "> user: a\n> assistant: b<|im_end|>\n> user: c\n> assistant:"

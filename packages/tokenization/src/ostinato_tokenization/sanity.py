@@ -183,7 +183,7 @@ class _Comparison:
             if report is not None:
                 return report
         rest = [token_id for token_id in self._rendered[self._pos :] if token_id not in self._stops]
-        if self._tokenizer.decode(rest).strip():
+        if self._tokenizer.decode(rest).strip() and rest != self._profile.frame.ids_at_end[-len(rest) :].tolist():
             return self._report(len(self._recorded), self._pos, "the rendering goes on where the record ends")
         return None
 
@@ -311,8 +311,12 @@ class _Comparison:
         if said == shown:
             return True
         (answer, reasoning), (shown_answer, shown_reasoning) = map(_split_reasoning, (said, shown))
-        dropped = not reasoning or not shown_reasoning
-        if dropped and (answer == shown_answer or (ask is not None and ask(answer, shown_answer))):
+        with_reasoning = answer != said or shown_answer != shown  # else white space in front is a difference
+        if with_reasoning:
+            answer, shown_answer = answer.lstrip("\n"), shown_answer.lstrip("\n")
+        if not (reasoning and shown_reasoning) and (
+            answer == shown_answer or (ask is not None and ask(answer, shown_answer))
+        ):
             return True
         if not cut_off:
             return False
@@ -360,7 +364,7 @@ def _split_reasoning(text: str) -> tuple[str, str]:
     rest = _REASONING.sub("", text)
     if not blocks and (match := _REASONING_END.match(text)):
         blocks, rest = [match.group()], text[match.end() :]
-    return rest.lstrip("\n"), _TAG.sub("", "".join(blocks)).strip()
+    return rest, _TAG.sub("", "".join(blocks)).strip()
 
 
 def _common_length(left: Sequence[int], right: Sequence[int]) -> int:

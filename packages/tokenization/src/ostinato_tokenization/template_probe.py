@@ -93,6 +93,7 @@ def probe_boundaries(tokenizer: ChatTokenizer) -> Boundaries:
     stops: set[str] = set()
     openers: set[str] = set()
     structural: set[str] = set()
+    last_closes: set[str] = set()
     closed_at_last = unclosed = False  # unclosed: turns end with the opener of the next
     for turn, following in (
         (assistant, None),
@@ -112,7 +113,8 @@ def probe_boundaries(tokenizer: ChatTokenizer) -> Boundaries:
             ends.add(end)
             if following is None or "tool_calls" in turn or not closed_at_last:
                 stops.add(end)
-            closed_at_last = closed_at_last or following is None
+            if following is None:
+                closed_at_last, last_closes = True, last_closes | {end}
             structural.update(string for string in controls if not _is_tag_pair(tokenizer, string))
             if following is user_next:
                 unclosed = end == controls[-1] and not closed_at_last
@@ -122,7 +124,7 @@ def probe_boundaries(tokenizer: ChatTokenizer) -> Boundaries:
             structural.update(controls)
             header = (string for _, string in tokenizer.find_control(prompt))
             structural.update(string for string in header if not _is_tag_pair(tokenizer, string))
-    return Boundaries(frozenset(ends), frozenset(stops), frozenset(openers), frozenset(structural | ends))
+    return Boundaries(frozenset(ends), frozenset(stops), frozenset(openers - last_closes), frozenset(structural | ends))
 
 
 class MessageForms(msgspec.Struct, frozen=True):

@@ -84,6 +84,12 @@ class TurnFrame:
                 return tuple(self._tokenizer.encode_masked(zone[:at], MaskTable(), continues=True))
         return ()
 
+    @cached_property
+    def ids_at_end(self) -> array[int]:
+        """Ids of what the template writes behind the last words of a conversation: some write a generation prompt always."""
+        text = (self._render([USER, PLAIN_TURN]) or "").rpartition(SENTINEL)[2]
+        return array("i", self._tokenizer.encode_masked(text, MaskTable(), continues=True))
+
     def words_before(self, role: str) -> array[int]:
         """Ids of what a template whose turns end in words writes between an assistant's words and a message of this role."""
         if role not in self._words_before:
