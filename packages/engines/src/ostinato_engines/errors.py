@@ -53,6 +53,10 @@ class EngineLoadError(EngineError, OSError):
     """A model or a server class could not be loaded from where it was said to be."""
 
 
+class EngineStartError(EngineError, RuntimeError):
+    """An engine's processes did not come up; the message has the lines of their log that matter, and the likely cure."""
+
+
 class MissingDependencyError(EngineError, ImportError):
     """An optional dependency is not installed; the message says how to install it."""
 

@@ -1,0 +1,136 @@
+"""Starts a vLLM engine: the arguments that our contract asks for, the environment of its processes, and its log."""
+
+import asyncio
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from ostinato_engines import device as devices
+from ostinato_engines.errors import EngineInputError, EngineStartError
+from ostinato_engines.vllm_engine.diagnosis import explain
+from ostinato_engines.vllm_engine.endpoint import has_tokenizer
+from ostinato_engines.vllm_engine.engine_log import EngineLog
+from ostinato_engines.vllm_engine.probe import VLLMParts
+
+_PACKAGE = __package__
+_OURS = (
+    "generation_config",
+    "logprobs_mode",
+    "model",
+    "worker_extension_cls",
+)
+"""Arguments that the contract decides."""
+_ENVIRONMENT = {
+    # A forked engine hangs where torch has computed in this process before.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # `exact_filters` is written for the other runner, whose order of filters and whose seeds are the ones we know.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+}
+
+
+class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What `VLLMServer` was given; see there."""
+
+    model: str
+    dtype: str
+    max_model_len: int | None
+    max_num_seqs: int | None
+    tensor_parallel_size: int
+    gpu_memory_utilization: float | None
+    enforce_eager: bool
+    seed: int
+    with_lora: bool
+    more: Mapping[str, Any]
+
+
+def engine_arguments(options: LaunchOptions, parts: VLLMParts) -> dict[str, Any]:
+    """vLLM's engine arguments.
+
+    Raises:
+        EngineInputError: One that vLLM does not know, that the contract decides, or that this machine cannot serve.
+    """
+    known = parts.arg_names
+    for name in options.more:
+        if name in _OURS:
+            raise EngineInputError(f"engine_args must leave {name} to VLLMServer, got a value; remove it")
+        if name not in known:
+            raise EngineInputError(f"engine_args must be known to vllm {parts.version}, got {name!r}; mend the name")
+    _check_parallel(options.tensor_parallel_size, parts)
+    arguments: dict[str, Any] = {
+        "model": options.model,
+        "dtype": options.dtype,
+        "seed": options.seed,
+        "enforce_eager": options.enforce_eager,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "skip_tokenizer_init": not has_tokenizer(options.model),
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": f"{_PACKAGE}.worker.WeightExtension",
+        "logits_processors": [f"{_PACKAGE}.exact_filters:ExactFilters"],
+    }
+    if can_sleep(parts):
+        arguments["enable_sleep_mode"] = True
+    if options.with_lora:
+        arguments["enable_lora"] = True
+    for name in ("max_model_len", "max_num_seqs", "gpu_memory_utilization"):
+        if getattr(options, name) is not None:
+            arguments[name] = getattr(options, name)
+    more = dict(options.more)
+    arguments["logits_processors"] += more.pop("logits_processors", None) or []
+    return {**arguments, **more}
+
+
+def can_sleep(parts: VLLMParts) -> bool:
+    """Whether vLLM can free an engine's memory on this machine."""
+    return parts.device_type != devices.HOST and "enable_sleep_mode" in parts.arg_names
+
+
+def _check_parallel(size: int, parts: VLLMParts) -> None:
+    if parts.device_type != devices.HOST and size > parts.device_count:
+        raise EngineInputError(
+            f"tensor_parallel_size must be at most the {parts.device_count} device(s) of this machine, got {size}; lower it"
+        )
+
+
+async def start_engine(options: LaunchOptions, parts: VLLMParts, log: EngineLog) -> Any:
+    """A running AsyncLLM; its processes are gone where this raises or is cancelled.
+
+    Raises:
+        EngineStartError: With the lines of its log that matter, and the likely cure.
+    """
+    arguments = engine_arguments(options, parts)
+
+    def start() -> Any:
+        with _environment({**_ENVIRONMENT, **log.environment}):
+            return parts.async_llm.from_engine_args(parts.engine_args(**arguments))
+
+    starting = asyncio.ensure_future(asyncio.to_thread(start))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        # The thread cannot be stopped: what it starts is ended as soon as it is there.
+        await asyncio.wait([starting])
+        if not starting.exception():
+            await asyncio.to_thread(starting.result().shutdown)
+        raise
+    # vLLM raises what it likes: this is the border where it becomes one error.
+    except Exception as error:
+        text = explain(log.tail(), error)
+        raise EngineStartError(f"vllm must start with model {options.model}, got an error:{text}") from error
+
+
+@contextmanager
+def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Variables for the processes that are started meanwhile; what the user has set counts."""
+    added = [name for name in wanted if name not in os.environ]
+    os.environ.update({name: wanted[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)

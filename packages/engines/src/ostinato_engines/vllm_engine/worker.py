@@ -1,0 +1,69 @@
+"""Runs in vLLM's workers: takes new weights from `ostinato_engines.weight_transfer`, by one call with one string.
+
+vLLM mixes `WeightExtension` into its worker class. Nothing is unpickled: the call carries the path of a socket in a folder
+that only this user can enter, and what comes through it is MessagePack and bytes in shared memory.
+"""
+
+from collections import defaultdict
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ostinato_engines.weight_transfer import WeightReceiver, connect
+
+if TYPE_CHECKING:
+    from ostinato_engines.weight_transfer.receiver import IncomingUpdate
+
+
+class WeightExtension:
+    """Methods that vLLM's `collective_rpc` can name; the rest of `self` is vLLM's worker."""
+
+    model_runner: Any
+    vllm_config: Any
+    reload_weights: Any
+
+    def ostinato_receive_weights(self, path: str) -> None:
+        """Replaces the model's weights by the update that is offered at `path`.
+
+        Raises:
+            WeightUpdateError: The stream broke off. The model then holds a mixture, and takes another update.
+        """
+        receiver = WeightReceiver(connect(path))
+        try:
+            update = receiver.next_update()
+            if update is not None:
+                self._ostinato_apply(update)
+        finally:
+            receiver.close()
+
+    def _ostinato_apply(self, update: "IncomingUpdate") -> None:
+        try:
+            # vLLM keeps the tensors of a layer until the layer is complete, and the sender uses their memory again.
+            self.reload_weights(weights_iterator=((name, tensor.clone()) for name, tensor in update))
+            self._ostinato_pack_tied()
+            update.finish()
+        except BaseException as error:
+            update.fail(error)
+            self._ostinato_forget_parts()
+            raise
+
+    def _ostinato_pack_tied(self) -> None:
+        """A tied output head is sent no tensor, so that vLLM keeps the copy that it packed of the old one for the CPU."""
+        owners: dict[int, list[Any]] = defaultdict(list)
+        for layer in self.model_runner.get_model().modules():
+            for parameter in layer.parameters(recurse=False):
+                owners[id(parameter)].append(layer)
+        with self._ostinato_config():
+            for layers in owners.values():
+                for layer in layers if len(layers) > 1 else ():
+                    if (method := getattr(layer, "quant_method", None)) is not None:
+                        method.process_weights_after_loading(layer)
+
+    def _ostinato_forget_parts(self) -> None:
+        """Ends a reload that broke off: parts of layers that were kept must not meet those of the next update."""
+        reload = import_module("vllm.model_executor.model_loader.reload")
+        with self._ostinato_config():
+            reload.finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
+
+    def _ostinato_config(self) -> Any:
+        """The context in which vLLM's layers find their configuration."""
+        return import_module("vllm.config").set_current_vllm_config(self.vllm_config)

@@ -1,0 +1,411 @@
+"""vLLM behind the contract: its AsyncLLM in this process, its model in processes of its own.
+
+This module knows who waits and which state the engine is in; what it asks of vLLM is in `ostinato_engines.vllm_engine`.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ostinato_engines.chat import answer_chat
+from ostinato_engines.engine_status import EngineStatus
+from ostinato_engines.errors import (
+    EngineClosedError,
+    EngineCrashedError,
+    EngineError,
+    EngineInputError,
+    EngineNotReadyError,
+    UnsupportedError,
+    WeightUpdateError,
+)
+from ostinato_engines.request import checked_prompt
+from ostinato_engines.server import AsyncServerBase, ChatCodec
+from ostinato_engines.types import (
+    Capabilities,
+    EngineState,
+    Health,
+    PauseMode,
+    SamplingParams,
+    StopReason,
+    TokenOutput,
+    WeightManifest,
+)
+from ostinato_engines.vllm_engine.answers import Conversing, nothing_sampled, to_token_output
+from ostinato_engines.vllm_engine.diagnosis import explain
+from ostinato_engines.vllm_engine.engine_log import EngineLog
+from ostinato_engines.vllm_engine.launch import LaunchOptions, can_sleep, start_engine
+from ostinato_engines.vllm_engine.probe import find_vllm
+from ostinato_engines.vllm_engine.running import RunningEngine
+from ostinato_engines.vllm_engine.sampling import to_vllm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SLEEP_TAGS = ("kv_cache", "weights")
+_ABORT_WAIT_S = 30.0
+
+
+class VLLMServer(AsyncServerBase):
+    """Serves one model with the vLLM that is installed, 0.25 or newer.
+
+    Its processes are spawned: a program that starts one keeps its own start under `if __name__ == "__main__":`.
+
+    Args:
+        model: A checkpoint in the Hugging Face format; weight updates need its safetensors files.
+        dtype: Of weights and cache; "auto" takes the checkpoint's. Logprobs are float32.
+        max_model_len: Prompt and output together; by default what the model has positions for.
+        max_num_seqs: Requests that are computed at a time.
+        tensor_parallel_size: Devices that share the model. Weights can be updated with one device only.
+        gpu_memory_utilization: Part of a device's memory for weights and cache together.
+        enforce_eager: Starts faster and runs slower: no graphs are captured.
+        seed: Of what is sampled by requests that bring no seed.
+        cast_weights: Accepts weight updates in another floating-point type, rounded to `dtype`.
+        lora: A LoRA adapter that all requests use; weight updates then replace what is beneath it.
+        chat_codec: Renders and parses for `chat_completion` where the checkpoint has no chat template of its own.
+        engine_args: More of vLLM's engine arguments, checked by name.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float | None = None,
+        enforce_eager: bool = False,
+        seed: int = 0,
+        cast_weights: bool = False,
+        lora: str | Path | None = None,
+        chat_codec: ChatCodec | None = None,
+        engine_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        for name, value in (("tensor_parallel_size", tensor_parallel_size), ("max_num_seqs", max_num_seqs)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise EngineInputError(f"{name} must be an integer of at least 1, got {value!r}; leave it out")
+        self._options = LaunchOptions(
+            model=str(model),
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            tensor_parallel_size=tensor_parallel_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enforce_eager=enforce_eager,
+            seed=seed,
+            with_lora=lora is not None,
+            more=dict(engine_args or {}),
+        )
+        if lora is not None and not (Path(lora) / "adapter_config.json").is_file():
+            raise EngineInputError(
+                f"lora must be a folder with an adapter_config.json, got {lora}; save the adapter there"
+            )
+        self._lora = lora
+        self._cast_weights = cast_weights
+        self._codec = chat_codec
+        if max_model_len is not None:
+            self.max_model_len = max_model_len
+        self._status = EngineStatus()
+        self._engine: RunningEngine | None = None
+        self._log = EngineLog()
+        self._in_flight: dict[str, Conversing] = {}
+        self._serial = itertools.count()
+        self._changing = asyncio.Lock()
+
+    # Life
+
+    async def start(self) -> None:
+        """Starts vLLM and loads the model; a second call does nothing.
+
+        Raises:
+            MissingDependencyError: vLLM is not installed.
+            UnsupportedError: The installed vLLM lacks something.
+            EngineStartError: It did not come up; the message has the lines of its log that matter, and the likely cure.
+        """
+        async with self._changing:
+            if self._status.closed:
+                raise EngineClosedError("server must not be shut down before start, got closed; create a new one")
+            if self._status.loaded:
+                return
+            parts = await asyncio.to_thread(find_vllm)
+            llm = await start_engine(self._options, parts, self._log)
+            self._engine = await RunningEngine.of(
+                llm, parts, self._options, lora=self._lora, cast_weights=self._cast_weights
+            )
+            await self._engine.serve_version(self.policy_version)
+            self.max_model_len = self._engine.max_model_len
+            self._status.loaded = True
+
+    async def shutdown(self) -> None:
+        """Fails requests in flight with `EngineClosedError` and ends vLLM's processes; a second call does nothing."""
+        if self._status.closed:
+            return
+        self._status.closed = True
+        engine = self._engine
+        if engine is not None:
+            await self._fail_all(lambda name: EngineClosedError(f"request {name!r} must end before shutdown"))
+            await engine.shutdown()
+        self._engine = None
+        self._log.close()
+
+    async def health(self) -> Health:
+        if self._engine is not None and self._status.failure is None and self._engine.is_dead:
+            self._crashed(EngineError("its processes are gone"))
+        state, detail = self._status.now()
+        if state is EngineState.READY and self._engine is not None:
+            detail = self._engine.parts.versions
+        running = sum(request.gate is None for request in self._in_flight.values())
+        return Health(
+            state, self.policy_version, num_running=running, num_waiting=len(self._in_flight) - running, detail=detail
+        )
+
+    def capabilities(self) -> Capabilities:
+        engine = self._engine
+        return Capabilities(
+            engine="vllm" if engine is None else f"vllm {engine.parts.version}",
+            logprobs=True,
+            seeds=True,
+            # Whole blocks of tokens only; `num_cached_tokens` says how many.
+            prefix_reuse=False,
+            abort=True,
+            pause_modes=tuple(PauseMode),
+            sleep_levels=(1, 2) if engine is not None and can_sleep(engine.parts) else (),
+            weight_update=engine is not None and not engine.why_no_update,
+            exact_policy_spans=engine is not None and engine.parts.weight_versions,
+            chat_completion=self._codec is not None or (engine is not None and engine.chat is not None),
+        )
+
+    def _running(self) -> RunningEngine:
+        """The engine of a server that is neither new, nor crashed, nor shut down."""
+        self._status.require_loaded()
+        assert self._engine is not None
+        return self._engine
+
+    # Requests
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingParams | Mapping[str, Any],
+        request_id: str,
+        media: Sequence[Any] = (),
+    ) -> TokenOutput:
+        """Continues a prompt; see `AsyncServerBase.generate`.
+
+        A prompt that fills `max_model_len` ends at once with `StopReason.LENGTH` and no tokens. Ids beyond the stop ids
+        of the request stop nothing.
+        """
+        self.refuse_media(media)
+        params = SamplingParams.from_mapping(sampling_params)
+        self._status.require_serving()
+        engine = self._running()
+        prompt = checked_prompt(prompt_ids, vocab_size=engine.vocab_size, max_model_len=self.max_model_len)
+        if request_id in self._in_flight:
+            raise EngineInputError(
+                f"request_id must not be in flight, got {request_id!r}; await its turn, or use another id per sample"
+            )
+        room = self.max_model_len - len(prompt)
+        num_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
+        if num_tokens == 0:
+            return nothing_sampled(params, StopReason.LENGTH, self.policy_version)
+        request = Conversing(f"{request_id}#{next(self._serial)}", [self.policy_version])
+        self._in_flight[request_id] = request
+        try:
+            if not await self._pass_gate(request):
+                request.aborted = True
+                return nothing_sampled(params, StopReason.ABORTED, self.policy_version)
+            asked = to_vllm(params, max_tokens=num_tokens, parts=engine.parts)
+            result = await self._answer(request, prompt.tolist(), asked)
+            output = to_token_output(result, params, request, exact=engine.parts.weight_versions)
+            request.aborted = output.stop_reason is StopReason.ABORTED
+            return output
+        finally:
+            del self._in_flight[request_id]
+            request.gone.set()
+
+    async def _pass_gate(self, request: Conversing) -> bool:
+        """Waits while the server is paused; whether the request goes on."""
+        while self._status.paused is not None:
+            request.gate = asyncio.get_running_loop().create_future()
+            if not await request.gate:
+                return False
+            self._status.require_serving()
+        request.gate = None
+        request.versions = [self.policy_version]
+        return True
+
+    async def _answer(self, request: Conversing, prompt: list[int], asked: Any) -> Any:
+        """vLLM's output of one request, or the error that its caller gets."""
+        engine = self._running()
+        try:
+            result = await engine.generate(prompt, asked, request.engine_id)
+        except engine.parts.dead_error as error:
+            raise request.failure or self._crashed(error) from error
+        except EngineError:
+            raise
+        # vLLM's other errors concern this request only.
+        except Exception as error:
+            raise EngineCrashedError(
+                f"vllm must serve request {request.engine_id!r}, got {type(error).__name__}: {error}; see its log"
+            ) from error
+        if request.failure is not None:
+            raise request.failure
+        return result
+
+    async def chat_completion(self, raw_request: Any) -> dict[str, Any]:
+        """Answers an OpenAI-style request through vLLM's own endpoint, or through the injected codec.
+
+        With a codec, the codec answers. vLLM's endpoint takes the fields that it knows; others are refused.
+        """
+        if self._codec is not None:
+            return await answer_chat(self, self._codec, raw_request)
+        self._status.require_serving()
+        engine = self._running()
+        if engine.chat is None:
+            raise UnsupportedError(
+                "chat_completion must have a chat template in the checkpoint or a ChatCodec, got neither; "
+                "pass VLLMServer(..., chat_codec=...)"
+            )
+        try:
+            return await engine.chat.answer(raw_request)
+        except engine.parts.dead_error as error:
+            raise self._crashed(error) from error
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        engine = self._running()
+        names = list(self._in_flight) if request_ids is None else request_ids
+        found = [self._in_flight[name] for name in dict.fromkeys(names) if name in self._in_flight]
+        for request in found:
+            request.leave_gate(False)
+        await engine.abort([request.engine_id for request in found])
+        await self._until_gone(found)
+        return sum(request.aborted for request in found)
+
+    async def _until_gone(self, requests: list[Conversing]) -> None:
+        """Returns once those who wait for these requests have their answers: vLLM has queued them already."""
+        async with asyncio.timeout(_ABORT_WAIT_S):
+            for request in requests:
+                await request.gone.wait()
+
+    async def _fail_all(self, error_for: Any) -> None:
+        """Answers everybody with an error."""
+        requests = list(self._in_flight.items())
+        for name, request in requests:
+            request.failure = failure = error_for(name)
+            request.leave_gate(failure)
+        if self._engine is not None and not self._engine.is_dead:
+            await self._engine.abort([request.engine_id for _, request in requests])
+        await self._until_gone([request for _, request in requests])
+
+    def _crashed(self, error: BaseException) -> EngineCrashedError:
+        """Notes that the engine is dead, and why, as far as its log tells."""
+        crash = EngineCrashedError(f"engine must not crash, got an error:{explain(self._log.tail(), error)}")
+        if self._status.failure is None and not self._status.closed:
+            self._status.failure = crash
+        return crash
+
+    # Pause and sleep
+
+    async def pause(self, mode: PauseMode = PauseMode.ABORT) -> None:
+        """Stops sampling; see `PauseMode` for what becomes of requests in flight. Later requests wait for `resume`."""
+        mode = PauseMode(mode)
+        engine = self._running()
+        self._status.paused = mode
+        under_way = [request for request in self._in_flight.values() if request.gate is None]
+        if mode is PauseMode.WAIT:
+            # vLLM itself would leave those in its queue that it has not begun.
+            for request in under_way:
+                await request.gone.wait()
+            if self._status.paused is not mode:
+                return
+        await engine.pause(mode)
+        if mode is PauseMode.ABORT:
+            await self._until_gone(under_way)
+
+    async def resume(self) -> None:
+        engine = self._running()
+        self._status.paused = None
+        if not self._status.stale and not self._status.asleep:
+            await engine.resume()
+        for request in self._in_flight.values():
+            request.leave_gate(True)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Frees a device's memory: level 1 the cache, with the weights kept in the host's memory, level 2 the weights too.
+
+        Requests in flight end aborted. After level 2 the engine serves only once it was woken and got a complete update.
+        """
+        engine = self._running()
+        if not can_sleep(engine.parts):
+            await super().sleep(level)
+        if level not in (1, 2):
+            raise EngineInputError(f"level must be 1 or 2, got {level!r}; 1 frees the cache, 2 the weights as well")
+        async with self._changing:
+            self._status.asleep.update(SLEEP_TAGS)
+            doomed = list(self._in_flight.values())
+            for request in doomed:
+                request.leave_gate(False)
+            await engine.sleep(level)
+            await self._until_gone(doomed)
+            self._status.stale = self._status.stale or level == 2
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        wanted = set(SLEEP_TAGS if tags is None else tags)
+        if unknown := wanted - set(SLEEP_TAGS):
+            raise EngineInputError(f"tags must be among {', '.join(SLEEP_TAGS)}, got {unknown.pop()!r}; None wakes all")
+        engine = self._running()
+        async with self._changing:
+            if waking := sorted(wanted & self._status.asleep):
+                await engine.wake_up(waking)
+            self._status.asleep -= wanted
+            if not self._status.asleep and self._status.paused is None and not self._status.stale:
+                await engine.resume()
+
+    # Weights
+
+    async def update_weights(self, manifest: WeightManifest, weights: "Iterable[tuple[str, Tensor]]") -> None:
+        """Replaces the weights while nothing is computed; requests in flight are computed anew under the new ones and go on.
+
+        The stream goes through shared memory to vLLM's worker; names, shapes and types are the checkpoint's. See
+        `AsyncServerBase.update_weights` for what a failure means.
+        """
+        engine = self._running()
+        engine.check_manifest(manifest)
+        async with self._changing:
+            self._status.require_loaded()
+            if "weights" in self._status.asleep:
+                raise EngineNotReadyError("weights must be awake, are asleep; call wake_up(['weights']) first")
+            self._status.stale = True
+            try:
+                await engine.replace_weights(manifest, weights, is_awake=not self._status.asleep)
+            except BaseException as error:
+                await self._fail_all(
+                    lambda name: EngineNotReadyError(
+                        f"request {name!r} must have complete weights, got a failed update; send a complete one"
+                    )
+                )
+                if engine.is_dead:
+                    raise self._crashed(error) from error
+                if isinstance(error, EngineError) or not isinstance(error, Exception):
+                    raise
+                raise WeightUpdateError(
+                    f"vllm must take the weights, got {type(error).__name__}: {error}; send a complete update"
+                ) from error
+            self.policy_version = manifest.version
+            for request in self._in_flight.values():
+                request.versions.append(manifest.version)
+                request.num_preempted += 1
+            self._status.stale = False
+            if self._status.paused is None and not self._status.asleep:
+                await engine.resume()
+
+    async def reset_prefix_cache(self) -> None:
+        """Forgets all cached state; requests in flight are computed anew where vLLM cannot do it beside them."""
+        engine = self._running()
+        async with self._changing:
+            await engine.reset_prefix_cache(is_paused=self._status.paused is not None)
+
+
+__all__ = ["VLLMServer"]

@@ -1,0 +1,291 @@
+"""The parts of the vLLM adapter that need no vLLM: what a log says, what a checkpoint holds, what is sampled from."""
+
+import json
+import pickle
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato_engines import (
+    EngineClosedError,
+    EngineInputError,
+    EngineLoadError,
+    EngineNotReadyError,
+    EngineStartError,
+    EngineState,
+    ManifestError,
+    MissingDependencyError,
+    SamplingParams,
+    StopReason,
+    TensorSpec,
+    UnsupportedError,
+    WeightManifest,
+)
+from ostinato_engines.testing import reference_distribution
+from ostinato_engines.vllm_engine.diagnosis import explain, last_lines_that_matter, likely_cure
+from ostinato_engines.vllm_engine.engine_log import VARIABLE, EngineLog
+from ostinato_engines.vllm_engine.probe import find_vllm
+
+torch = pytest.importorskip("torch")
+
+from ostinato_engines.vllm_engine.answers import Conversing, to_token_output  # noqa: E402
+from ostinato_engines.vllm_engine.checkpoint import CheckpointTensors  # noqa: E402
+from ostinato_engines.vllm_engine.filtering import filtered  # noqa: E402
+from ostinato_engines.vllm_engine.sampling import FILTERS_KEY, to_vllm  # noqa: E402
+from ostinato_engines.vllm_server import VLLMServer  # noqa: E402
+
+LOG = """(EngineCore 10) INFO Initializing an engine
+(Worker 11) ERROR WorkerProc hit an exception.
+Traceback (most recent call last):
+  File "worker.py", line 5, in load
+    raise ValueError("no")
+ValueError: The model's max seq len (40960) is larger than the maximum number of tokens in the cache (512).
+(EngineCore 10) ERROR EngineCore failed to start.
+RuntimeError: Worker failed with error 'The model ...', please check the stack trace above for the root cause
+"""
+
+
+def test_the_cause_is_found_in_a_log():
+    """The error that began it is shown, those that only report it are not, and the cure fits the cause."""
+    assert last_lines_that_matter(LOG) == [
+        "ValueError: The model's max seq len (40960) is larger than the maximum number of tokens in the cache (512)."
+    ]
+    text = explain(LOG, RuntimeError("Engine core initialization failed. See root cause above."))
+    assert "max seq len" in text
+    assert "lower max_model_len" in text
+    assert "initialization failed" not in text
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "lower gpu_memory_utilization"),
+        (
+            "ValueError: Available memory on node 0 is less than desired CPU memory utilization",
+            "VLLM_CPU_KVCACHE_SPACE",
+        ),
+        ("ValueError: No common block size for 16", "leave block_size out"),
+        ("ImportError: _C.abi3.so: undefined symbol: _ZN3c10", "do not fit each other"),
+        ("RuntimeError: The NVIDIA CUDA driver version is insufficient", "fits this machine's driver"),
+        ("ValueError: loading it requires trust_remote_code=True", "trust_remote_code"),
+        ("KeyError: 'something else'", "see the whole log"),
+    ],
+)
+def test_each_cause_has_its_cure(line, words):
+    """What users meet most has a cure; the rest points at the log."""
+    assert words in likely_cure(last_lines_that_matter(line))
+
+
+def test_a_log_without_errors_and_no_log_at_all():
+    """Without an error the last lines are shown; without a log the usual reason is told."""
+    assert last_lines_that_matter("one\n\ntwo\n") == ["one", "two"]
+    assert "__main__" in explain("", RuntimeError("Engine core initialization failed"))
+    assert "OSError: no such model" in explain("", OSError("no such model"))
+
+
+def test_the_log_of_an_engine_is_kept_only_while_it_lives(monkeypatch):
+    """The log lies in a folder of its own, its end can be read, and closing removes it; the user's own setting counts."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    log = EngineLog()
+    config = json.loads(Path(log.environment[VARIABLE]).read_text())
+    assert log.tail() == ""
+    Path(config["handlers"]["file"]["filename"]).write_text("x" * 500_000 + "the end")
+    assert log.tail().endswith("the end")
+    assert len(log.tail()) < 300_000
+    log.close()
+    assert log.tail() == ""
+    monkeypatch.setenv(VARIABLE, "mine.json")
+    theirs = EngineLog()
+    assert theirs.environment == {}
+    assert theirs.tail() == ""
+
+
+def test_the_start_error_pickles():
+    """It crosses processes like the others."""
+    error = pickle.loads(pickle.dumps(EngineStartError("why\ncure")))
+    assert str(error) == "why\ncure"
+    assert isinstance(error, RuntimeError)
+
+
+def write_safetensors(path, tensors):
+    """A file with these names, shapes and types, and no bytes behind them."""
+    head = {name: {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]} for name, (dtype, shape) in tensors.items()}
+    head["__metadata__"] = {"format": "pt"}
+    body = json.dumps(head).encode()
+    path.write_bytes(struct.pack("<Q", len(body)) + body)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint of two files with a tied head."""
+    write_safetensors(tmp_path / "a.safetensors", {"model.embed_tokens.weight": ("BF16", [8, 4])})
+    write_safetensors(
+        tmp_path / "b.safetensors",
+        {"model.norm.weight": ("BF16", [4]), "model.rotary_emb.inv_freq": ("F32", [2]), "steps": ("I64", [1])},
+    )
+    return tmp_path
+
+
+def manifest_of(*, extra=(), without=(), **changes):
+    """The fixture's checkpoint as a manifest, changed."""
+    specs = {
+        "model.embed_tokens.weight": TensorSpec("model.embed_tokens.weight", (8, 4), "bfloat16"),
+        "model.norm.weight": TensorSpec("model.norm.weight", (4,), "bfloat16"),
+        "steps": TensorSpec("steps", (1,), "int64"),
+        **changes,
+    }
+    return WeightManifest(1, (*(spec for name, spec in specs.items() if name not in without), *extra))
+
+
+def test_a_manifest_is_held_to_the_checkpoint(folder):
+    """Names, shapes and types must be the checkpoint's; a tied head may come, computed tensors do not count."""
+    tensors = CheckpointTensors(folder, dtype="bfloat16", tied=True, cast=False)
+    head = TensorSpec("lm_head.weight", (8, 4), "bfloat16")
+    tensors.check(manifest_of())
+    tensors.check(manifest_of(extra=[head]))
+    norm = TensorSpec("model.norm.weight", (4,), "float32")
+    wrong = {
+        "twice": manifest_of(extra=[TensorSpec("steps", (1,), "int64")]),
+        "without model.norm.weight": manifest_of(without=["model.norm.weight"]),
+        "got 'other'": manifest_of(extra=[TensorSpec("other", (1,), "bfloat16")]),
+        "must have shape (4,)": manifest_of(**{"model.norm.weight": TensorSpec("model.norm.weight", (5,), "bfloat16")}),
+        "must have dtype bfloat16": manifest_of(**{"model.norm.weight": norm}),
+        "must have dtype int64": manifest_of(steps=TensorSpec("steps", (1,), "float32")),
+    }
+    for words, manifest in wrong.items():
+        with pytest.raises(ManifestError) as caught:
+            tensors.check(manifest)
+        assert words in str(caught.value)
+    CheckpointTensors(folder, dtype="bfloat16", tied=True, cast=True).check(manifest_of(**{"model.norm.weight": norm}))
+    with pytest.raises(ManifestError, match="lm_head"):
+        CheckpointTensors(folder, dtype="bfloat16", tied=False, cast=False).check(manifest_of(extra=[head]))
+
+
+def test_a_checkpoint_that_cannot_be_read(tmp_path):
+    """No safetensors file, and a damaged one, are told apart."""
+    with pytest.raises(UnsupportedError, match="folder with safetensors"):
+        CheckpointTensors(tmp_path, dtype="float32", tied=False, cast=False)
+    for content in (b"", b"\xff" * 8, struct.pack("<Q", 4) + b"[1]]", struct.pack("<Q", 2) + b"[]"):
+        (tmp_path / "x.safetensors").write_bytes(content)
+        with pytest.raises(EngineLoadError, match="must be a safetensors file"):
+            CheckpointTensors(tmp_path, dtype="float32", tied=False, cast=False)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.floats(-12, 12, width=32), min_size=2, max_size=24, unique=True),
+    st.sampled_from([1e-30, 0.003, 0.5, 1.0, 2.5]),
+    st.integers(0, 8),
+    st.floats(0.05, 1.0),
+    st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+)
+def test_the_filters_are_the_reference_s(scores, temperature, top_k, top_p, min_p):
+    """What `exact_filters` leaves is the distribution of the float64 reference."""
+    logits = torch.tensor(scores, dtype=torch.float32)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    wanted = reference_distribution(logits.numpy(), params)
+    got = filtered(logits, temperature, top_k, top_p, min_p).double().log_softmax(-1).numpy()
+    sure = reference_distribution(logits.numpy(), SamplingParams(temperature=temperature, top_k=top_k))
+    mass = np.cumsum(np.sort(np.exp(sure))[::-1])
+    if top_p < 1 and np.abs(mass - top_p).min() < 1e-5:
+        return  # rounding may decide about the token at the edge
+    if min_p and np.abs(sure[np.isfinite(sure)] - sure.max() - np.log(min_p)).min() < 1e-5 and min_p < 1:
+        return
+    assert np.array_equal(np.isfinite(got), np.isfinite(wanted))
+    kept = np.isfinite(wanted)
+    assert np.allclose(got[kept], wanted[kept], atol=1e-5, rtol=1e-6)
+
+
+def test_only_what_vllm_would_change_goes_through_our_filters():
+    """Each parameter reaches vLLM as it is, or, where vLLM's order or limits differ, our filters."""
+    parts = SimpleNamespace(sampling_params=dict, final_only="final")
+
+    def asked(**params):
+        return to_vllm(SamplingParams(**params), max_tokens=5, parts=parts)
+
+    plain = asked(temperature=0.7, top_p=0.9, top_k=20, seed=3, stop_token_ids=(4, 5), repetition_penalty=1.2)
+    assert plain["temperature"] == 0.7
+    assert (plain["top_p"], plain["top_k"], plain["min_p"]) == (0.9, 20, 0.0)
+    assert (plain["seed"], plain["stop_token_ids"], plain["repetition_penalty"]) == (3, [4, 5], 1.2)
+    assert (plain["max_tokens"], plain["logprobs"], plain["flat_logprobs"]) == (5, 0, True)
+    assert (plain["ignore_eos"], plain["detokenize"], plain["output_kind"]) == (True, False, "final")
+    assert "extra_args" not in plain
+    assert asked(logprobs=False)["logprobs"] is None
+    for params in ({"temperature": 0}, {"min_p": 0.1, "top_k": 3}, {"top_p": 0.5}, {"temperature": 0, "min_p": 0.1}):
+        assert "extra_args" not in asked(**params)
+    assert asked(temperature=0.8, top_p=0.5, min_p=0.1)["extra_args"] == {FILTERS_KEY: [0.8, 0, 0.5, 0.1]}
+    low = asked(temperature=0.001, top_k=7)
+    assert (low["temperature"], low["extra_args"]) == (1.0, {FILTERS_KEY: [0.001, 7, 1.0, 0.0]})
+    assert "top_p" not in low
+
+
+def result_of(token_ids, reason, *, logprobs=None, spans=None):
+    """What vLLM returns for one request."""
+    flat = None if logprobs is None else SimpleNamespace(logprobs=logprobs)
+    versions = None if spans is None else [SimpleNamespace(start=start, version=str(v)) for start, v in spans]
+    completion = SimpleNamespace(token_ids=token_ids, finish_reason=reason, logprobs=flat, weight_versions=versions)
+    return SimpleNamespace(outputs=[completion], num_cached_tokens=32)
+
+
+def test_outputs_in_the_contract_s_words():
+    """Stops, limits and aborts, absent logprobs, and spans with and without vLLM's own account."""
+    params = SamplingParams()
+    out = to_token_output(
+        result_of([1, 2, 9], "stop", logprobs=[-1.0, -2.0, -0.5], spans=[(0, 3), (2, 4)]),
+        params,
+        Conversing("a#0", [3, 4]),
+        exact=True,
+    )
+    assert (out.token_ids, out.stop_reason, out.stop_token_id) == ([1, 2, 9], StopReason.STOP, 9)
+    assert [(span.start, span.version, span.exact) for span in out.policy_versions] == [(0, 3, True), (2, 4, True)]
+    assert (out.logprobs, out.num_cached_tokens) == ([-1.0, -2.0, -0.5], 32)
+    inexact = to_token_output(result_of([1], "abort", logprobs=[-1.0]), params, Conversing("a#1", [3, 4]), exact=False)
+    assert [(span.start, span.version, span.exact) for span in inexact.policy_versions] == [(0, 3, False)]
+    nothing = to_token_output(result_of([], "abort"), params, Conversing("a#2", [3, 4]), exact=True)
+    assert (nothing.token_ids, nothing.logprobs, nothing.policy_versions[0].version) == ([], [], 4)
+    silent = to_token_output(
+        result_of([1], "length"), SamplingParams(logprobs=False), Conversing("a#3", [0]), exact=False
+    )
+    assert (silent.logprobs, silent.policy_versions[0].exact) == (None, True)
+
+
+async def test_a_server_that_was_never_started():
+    """It says so, can be shut down, and does not come back."""
+    server = VLLMServer("no-such-model", max_model_len=64)
+    assert (await server.health()).state is EngineState.NEW
+    assert server.max_model_len == 64
+    assert not server.capabilities().weight_update
+    with pytest.raises(EngineNotReadyError, match="call start"):
+        await server.generate([1], {}, "a")
+    with pytest.raises(EngineNotReadyError):
+        await server.pause()
+    await server.shutdown()
+    await server.shutdown()
+    with pytest.raises(EngineClosedError):
+        await server.start()
+
+
+async def test_without_vllm_the_install_line_is_told(monkeypatch):
+    """Where vLLM is not installed, starting says what to install."""
+    find_vllm.cache_clear()
+    monkeypatch.setattr("ostinato_engines.vllm_engine.probe.import_module", _no_vllm)
+    server = VLLMServer("no-such-model")
+    with pytest.raises(MissingDependencyError, match=r"pip install 'ostinato-engines\[vllm\]'"):
+        await server.start()
+    await server.shutdown()
+
+
+def _no_vllm(name):
+    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 0}, {"max_num_seqs": 0}, {"lora": "nowhere"}])
+def test_wrong_options_are_refused(options):
+    """A number below 1 and an adapter that is not there are errors that name them."""
+    with pytest.raises(EngineInputError, match=next(iter(options))):
+        VLLMServer("model", **options)

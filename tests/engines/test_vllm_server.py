@@ -1,0 +1,293 @@
+"""VLLMServer with the real vLLM on the CPU: one engine for all tests but those about its birth and death."""
+
+import asyncio
+import importlib.util
+import multiprocessing
+import os
+import signal
+
+import pytest
+import pytest_asyncio
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed: it needs an environment of its own", allow_module_level=True)
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from ostinato_engines import (
+    EngineCrashedError,
+    EngineInputError,
+    EngineNotReadyError,
+    EngineStartError,
+    EngineState,
+    PauseMode,
+    SamplingParams,
+    StopReason,
+    UnsupportedError,
+    WeightManifest,
+)
+from ostinato_engines.testing import Scope, WeightUpdate, check_server, reference_distribution
+from ostinato_engines.vllm_server import VLLMServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="module")]
+
+VOCAB = 96
+MAX_LEN = 256
+OPTIONS = {"dtype": "float32", "max_model_len": MAX_LEN, "enforce_eager": True, "engine_args": {"block_size": 32}}
+TEMPLATE = "{% for m in messages %}w3 {{ m['content'] }} w4 {% endfor %}{% if add_generation_prompt %}w5{% endif %}"
+
+
+def new_model(seed):
+    """A tiny random Qwen3; the same seed gives the same weights."""
+    config = transformers.Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=96,
+        max_position_embeddings=MAX_LEN,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def forward_of(model):
+    """Ids to float64 logits [n, vocab]."""
+
+    def forward(ids):
+        with torch.no_grad():
+            return model(input_ids=torch.tensor([list(ids)])).logits[0].double().numpy()
+
+    return forward
+
+
+def save_tokenizer(folder):
+    """One word per id, a chat template, and a generation config that must not count."""
+    words = Tokenizer(models.WordLevel({f"w{index}" if index else "<unk>": index for index in range(VOCAB)}, "<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="w2")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    transformers.GenerationConfig(
+        do_sample=True, temperature=0.3, top_k=2, repetition_penalty=1.5, eos_token_id=list(range(40))
+    ).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tiny model with tokenizer and chat template."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    folder = tmp_path_factory.mktemp("tiny-qwen3")
+    new_model(0).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(checkpoint):
+    """The one engine."""
+    torch.ones(64, 64) @ torch.ones(64, 64)  # work before the start must do no harm
+    server = VLLMServer(checkpoint, **OPTIONS)
+    await server.start()
+    yield server
+    await server.shutdown()
+
+
+def update_to(seed, version):
+    """A weight update to another model."""
+    model = new_model(seed)
+    named = list(model.named_parameters())
+    manifest = WeightManifest.from_tensors(version, named)
+    return WeightUpdate(manifest, lambda: ((name, tensor.detach()) for name, tensor in named), forward_of(model))
+
+
+async def test_what_is_installed_is_told(server):
+    """A started server is ready and says which versions it found."""
+    health = await server.health()
+    assert health.ready
+    assert health.detail.startswith("vllm ")
+    assert "torch" in health.detail
+    assert server.capabilities().engine in health.detail
+    assert server.capabilities().sleep_levels == ()
+    with pytest.raises(UnsupportedError, match="cannot sleep"):
+        await server.sleep()
+
+
+async def test_conformance(server):
+    """The whole suite passes, with true logprobs in float32, before the shutdown check that comes last."""
+    report = await check_server(
+        server,
+        vocab_size=VOCAB,
+        forward=forward_of(new_model(0)),
+        weight_update=update_to(1, 1),
+        scope=Scope.FULL,
+        num_concurrent=300,
+        logprob_tolerance=1e-4,
+        deadline_s=60.0,
+        end_with_shutdown=False,
+    )
+    assert {result.name for result in report.results if result.skipped} == {"sleep"}, report
+
+
+async def test_a_later_turn_reuses_whole_blocks(server):
+    """State is shared by all prompts that begin alike, in blocks of 32 tokens; after an update nothing is left of it."""
+    prompt = [index % VOCAB for index in range(70)]
+    params = SamplingParams(max_tokens=4, temperature=0)
+    await server.reset_prefix_cache()
+    first = await server.generate(prompt, params, "one")
+    again = await server.generate([*prompt, *first.token_ids], params, "one")
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 64)
+    update = update_to(3, server.policy_version + 1)
+    await server.update_weights(update.manifest, update.make_weights())
+    assert (await server.generate(prompt, params, "two")).num_cached_tokens == 0
+
+
+async def test_the_checkpoint_s_generation_config_does_not_count(server):
+    """What a request leaves out is neutral, and the model's own end of text stops nothing."""
+    update = update_to(0, server.policy_version + 1)
+    await server.update_weights(update.manifest, update.make_weights())
+    forward = forward_of(new_model(0))
+    prompt = [7, 8, 9]
+    out = await server.generate(prompt, {"max_tokens": 60, "seed": 4}, "neutral")
+    assert len(out.token_ids) == 60
+    assert out.stop_reason is StopReason.LENGTH
+    logits = forward([*prompt, *out.token_ids])
+    for place, (token, logprob) in enumerate(zip(out.token_ids, out.logprobs, strict=True)):
+        truth = reference_distribution(logits[len(prompt) + place - 1], SamplingParams())
+        assert logprob == pytest.approx(float(truth[token]), abs=1e-4)
+
+
+async def test_filters_in_our_order(server):
+    """Where vLLM would filter in another order, or raise a low temperature, the sampled distribution is ours."""
+    forward = forward_of(new_model(0))
+    prompt = [11, 12, 13, 14]
+    logits = forward(prompt)[-1]
+    for params in (
+        {"top_p": 0.6, "min_p": 0.08},
+        {"temperature": 0.004},
+        {"temperature": 0.3, "top_p": 0.8, "min_p": 0.2},
+    ):
+        wanted = reference_distribution(logits, SamplingParams(**params))
+        asked = SamplingParams(max_tokens=1, **params)
+        outs = await asyncio.gather(*(server.generate(prompt, asked, f"filters-{index}") for index in range(40)))
+        for out in outs:
+            assert out.logprobs[0] == pytest.approx(float(wanted[out.token_ids[0]]), abs=1e-3), params
+
+
+async def test_kept_requests_go_on_with_exact_spans(server):
+    """A request over an update says from which token on it comes from the new weights, and all its logprobs are true."""
+    old, new = forward_of(new_model(0)), update_to(5, server.policy_version + 1)
+    prompt = [21, 22, 23]
+    task = asyncio.ensure_future(server.generate(prompt, {"max_tokens": 200, "seed": 1}, "kept"))
+    await server.generate(prompt, {"max_tokens": 20}, "beside it")
+    await server.pause(PauseMode.KEEP)
+    await server.update_weights(new.manifest, new.make_weights())
+    await server.resume()
+    out = await task
+    versions = [span.version for span in out.policy_versions]
+    assert versions[-1] == new.manifest.version
+    assert all(span.exact for span in out.policy_versions)
+    switch = out.policy_versions[-1].start
+    ids = [*prompt, *out.token_ids]
+    before, after = old(ids), new.forward(ids)
+    for place, token in enumerate(out.token_ids):
+        logits = (before if place < switch else after)[len(prompt) + place - 1]
+        truth = float(reference_distribution(logits, SamplingParams())[token])
+        assert out.logprobs[place] == pytest.approx(truth, abs=1e-4), (place, switch)
+
+
+async def test_chat_through_vllm(server):
+    """`chat_completion` is vLLM's own endpoint: it renders the checkpoint's template; what it does not know is refused."""
+    request = {
+        "messages": [{"role": "user", "content": "w10 w11"}],
+        "max_tokens": 3,
+        "temperature": 0,
+        "logprobs": True,
+    }
+    answer = await server.chat_completion(request)
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["prompt_tokens"] == 5
+    ids = (await server.generate([3, 10, 11, 4, 5], {"max_tokens": 3, "temperature": 0}, "same")).token_ids
+    assert answer["choices"][0]["message"]["content"].split() == [f"w{index}" for index in ids]
+    for wrong in (
+        {"tempertaure": 1.0},
+        {"stream": True},
+        {"messages": []},
+        {"max_tokens": -1},
+        {"messages": [{"role": "user", "content": "w1 " * 300}]},
+    ):
+        with pytest.raises(EngineInputError):
+            await server.chat_completion({**request, **wrong})
+    with pytest.raises(EngineInputError, match="must be a mapping"):
+        await server.chat_completion("hello")
+
+
+async def test_types_of_updates(server):
+    """Weights in another type are refused unless the server casts, and the head of a tied model may come too, or not."""
+    model = new_model(6)
+    named = [(name, tensor.detach().bfloat16()) for name, tensor in model.named_parameters()]
+    with pytest.raises(EngineInputError, match="must have dtype float32, got bfloat16"):
+        await server.update_weights(WeightManifest.from_tensors(server.policy_version + 1, named), named)
+    tied = [*model.named_parameters(), ("lm_head.weight", model.lm_head.weight)]
+    whole = [(name, tensor.detach()) for name, tensor in tied]
+    await server.update_weights(WeightManifest.from_tensors(server.policy_version + 1, whole), whole)
+    out = await server.generate([1, 2], {"max_tokens": 5, "temperature": 0}, "tied")
+    assert out.token_ids[0] == int(forward_of(model)([1, 2])[-1].argmax())
+
+
+async def test_the_last_check(server):
+    """Requests in flight at shutdown end with the error that says so."""
+    await check_server(server, vocab_size=VOCAB, checks=("shutdown",))
+    assert (await server.health()).state is EngineState.CLOSED
+
+
+async def test_a_dead_engine(checkpoint):
+    """Where vLLM's processes die, everything in flight fails with the cause, and so does whatever comes later."""
+    server = VLLMServer(checkpoint, **OPTIONS)
+    before = set(multiprocessing.active_children())
+    await server.start()
+    (process,) = set(multiprocessing.active_children()) - before
+    tasks = [
+        asyncio.ensure_future(server.generate([1, 2, 3], {"max_tokens": 200}, f"doomed-{index}")) for index in range(8)
+    ]
+    await server.generate([1, 2, 3], {"max_tokens": 5}, "beside them")
+    os.kill(process.pid, signal.SIGKILL)
+    for outcome in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60):
+        assert isinstance(outcome, EngineCrashedError), outcome
+        assert "must not crash" in str(outcome)
+    assert (await server.health()).state is EngineState.FAILED
+    with pytest.raises(EngineCrashedError):
+        await server.generate([1, 2, 3], {"max_tokens": 2}, "late")
+    await server.shutdown()
+
+
+async def test_an_engine_that_does_not_start(checkpoint):
+    """The error holds the cause out of the engine's own log, and the likely cure; another start may follow."""
+    options = {**OPTIONS, "engine_args": {"block_size": 48}}
+    server = VLLMServer(checkpoint, **options)
+    with pytest.raises(EngineStartError, match=r"(?s)block size.*leave block_size out"):
+        await server.start()
+    assert (await server.health()).state is EngineState.NEW
+    with pytest.raises(EngineNotReadyError):
+        await server.generate([1], {}, "early")
+    await server.shutdown()
+
+
+async def test_wrong_options(checkpoint, tmp_path):
+    """What vLLM cannot do, or what the contract decides, is refused by name before anything starts."""
+    with pytest.raises(EngineInputError, match="tensor_parallel_size must be an integer of at least 1"):
+        VLLMServer(checkpoint, tensor_parallel_size=0)
+    with pytest.raises(EngineInputError, match=r"adapter_config\.json"):
+        VLLMServer(checkpoint, lora=tmp_path)
+    for name, words in (("logprobs_mode", "leave logprobs_mode to VLLMServer"), ("blocksize", "must be known to vllm")):
+        server = VLLMServer(checkpoint, engine_args={name: 1})
+        with pytest.raises(EngineInputError, match=words):
+            await server.start()
+        await server.shutdown()
