@@ -320,8 +320,10 @@ class _Comparison:
             return True
         if not cut_off:
             return False
-        said, shown = _TAG.sub("", said).strip(), _TAG.sub("", shown).strip()
-        return said == shown
+        without_tags = _TAG.sub("", said), _TAG.sub("", shown)
+        if without_tags == (said, shown):
+            return said.rstrip() == shown.rstrip()
+        return without_tags[0].strip() == without_tags[1].strip()
 
     def _report(self, position: int, rendered_position: int, reason: str) -> SanityReport:
         def at(ids: list[int], index: int) -> tuple[int | None, str]:
