@@ -70,7 +70,7 @@ class TransformersServer(AsyncServerBase):
         dtype: Of weights and cache; logits and logprobs are float32.
         max_model_len: Prompt and output together; by default what the model has positions for.
         max_num_seqs: Conversations that keep state at a time; the longest idle one gives way.
-        prefill_chunk_tokens: Prompt tokens per step, padding included.
+        prefill_chunk_tokens: Prompt tokens per step, padding included; by default 2048 on the host, 4096 elsewhere.
         full_determinism: The same program gives bitwise the same tokens on the same machine, as long as it awaits nothing
             between turns that takes time of its own (a thread, a socket): that decides which requests share a batch.
         seed: Of the generator behind requests that bring no seed.
@@ -86,17 +86,19 @@ class TransformersServer(AsyncServerBase):
         dtype: str = "float32",
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
-        prefill_chunk_tokens: int = 2048,
+        prefill_chunk_tokens: int | None = None,
         full_determinism: bool = False,
         seed: int = 0,
         cast_weights: bool = False,
         chat_codec: ChatCodec | None = None,
     ) -> None:
+        self._device = devices.pick_device(device)
+        if prefill_chunk_tokens is None:
+            prefill_chunk_tokens = 2048 if self._device == devices.HOST else 4096
         for name, value in (("max_num_seqs", max_num_seqs), ("prefill_chunk_tokens", prefill_chunk_tokens)):
             if not isinstance(value, int) or value < 1:
                 raise EngineInputError(f"{name} must be an integer of at least 1, got {value!r}; leave it out")
         self._source = model
-        self._device = devices.pick_device(device)
         self._dtype = dtype
         self._asked_max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
@@ -394,6 +396,3 @@ class TransformersServer(AsyncServerBase):
 
         if self._desk is not None:
             self._desk.fail_all(failed)
-
-
-__all__ = ["TransformersServer"]
