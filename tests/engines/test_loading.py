@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from ostinato_engines import AsyncServerBase, EngineLoadError, load_server_class
-from ostinato_engines.loading import construct_server
+from ostinato_engines.loading import ENGINES, construct_server, engine_class
 from ostinato_engines.testing import ScriptedServer
 
 SOURCE = """
@@ -153,3 +153,15 @@ def test_trouble_of_a_constructor_is_its_own():
     """What a constructor raises itself comes out as it is, and is not taken for a wrong signature."""
     with pytest.raises(TypeError, match="my own trouble"):
         construct_server(Raising, "m", {})
+
+
+def test_our_engines_are_found_by_name():
+    """Each name gives a server class that takes a model and a run's settings; another name is refused with the known."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    for name in ENGINES:
+        server = construct_server(engine_class(name), "model", {"max_model_len": 64, "cast_weights": True, "seed": 1})
+        assert server.max_model_len == 64
+        assert name in type(server).__name__.lower()
+    with pytest.raises(EngineLoadError, match="one of transformers, vllm, got 'trtllm'"):
+        engine_class("trtllm")

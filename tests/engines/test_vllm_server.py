@@ -34,7 +34,7 @@ from ostinato_engines.vllm_server import VLLMServer
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="module")]
 
 VOCAB = 96
-MAX_LEN = 256
+MAX_LEN = 10_240
 OPTIONS = {"dtype": "float32", "max_model_len": MAX_LEN, "enforce_eager": True, "engine_args": {"block_size": 32}}
 TEMPLATE = "{% for m in messages %}w3 {{ m['content'] }} w4 {% endfor %}{% if add_generation_prompt %}w5{% endif %}"
 
@@ -127,7 +127,6 @@ async def test_conformance(server):
         forward=forward_of(new_model(0)),
         weight_update=update_to(1, 1),
         scope=Scope.FULL,
-        num_concurrent=300,
         logprob_tolerance=1e-4,
         deadline_s=60.0,
         end_with_shutdown=False,

@@ -1,4 +1,4 @@
-"""Finds a third party's server class by `{path, name}`. Knows nothing of what the class does.
+"""Finds our servers by name and a third party's by `{path, name}`. Knows nothing of what the class does.
 
 Importing runs the third party's code: whatever it raises, `SystemExit` too, comes out as the caller's error. Only a
 `KeyboardInterrupt` and the like go through.
@@ -17,6 +17,25 @@ from typing import Any
 
 from ostinato_engines.errors import EngineLoadError
 from ostinato_engines.server import AsyncServerBase
+
+ENGINES = {
+    "transformers": ("ostinato_engines.transformers_server", "TransformersServer"),
+    "vllm": ("ostinato_engines.vllm_server", "VLLMServer"),
+}
+"""Our own engines by name: module and class."""
+
+
+def engine_class(name: str) -> type[AsyncServerBase]:
+    """The class of one of our own engines; loads its module, not yet the engine.
+
+    Raises:
+        EngineLoadError: There is no adapter of this name.
+        MissingDependencyError: torch is not installed.
+    """
+    if name not in ENGINES:
+        raise EngineLoadError(f"engine must be one of {', '.join(ENGINES)}, got {name!r}; or name a class of your own")
+    module, attribute = ENGINES[name]
+    return getattr(importlib.import_module(module), attribute)
 
 
 def load_server_class(path: str | Path, name: str) -> type[AsyncServerBase]:

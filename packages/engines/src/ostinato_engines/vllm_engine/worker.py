@@ -38,7 +38,8 @@ class WeightExtension:
     def _ostinato_apply(self, update: "IncomingUpdate") -> None:
         try:
             # vLLM keeps the tensors of a layer until the layer is complete, and the sender uses their memory again.
-            self.reload_weights(weights_iterator=((name, tensor.clone()) for name, tensor in update))
+            with self._ostinato_config():
+                self.reload_weights(weights_iterator=((name, tensor.clone()) for name, tensor in update))
             self._ostinato_pack_tied()
             update.finish()
         except BaseException as error:
