@@ -383,3 +383,27 @@ def test_hostile_texts_are_read_once(name: str) -> None:
         for text in (piece * number, opened + piece * number):
             turn = parser.parse(text)
             assert turn.errors or turn.tool_calls or turn.content
+
+
+@ALL
+def test_calls_in_values_are_not_copied(name: str) -> None:
+    """Whole calls that stand deep in one another's values are one call; copying each of them would take minutes."""
+    tags, depth = FORMATS[name], 40_000
+    opening = tags.begin + tags.call[0] + "f" + tags.call[1] + tags.parameter[0] + "a" + tags.parameter[1]
+    closing = tags.parameter[2] + tags.call_end + tags.end
+    (call,) = get_parser(name).parse(opening * depth + "x" + closing * depth).tool_calls
+    assert call.arguments == {"a": (opening * (depth - 1) + "x" + closing * (depth - 1))}
+
+
+@ALL
+def test_a_parameter_that_is_there_twice_is_named(name: str) -> None:
+    """Of thousands of parameters the one that is repeated is named in the error."""
+    tags = FORMATS[name]
+    opening, keyed, closing = tags.parameter
+    keys = [*(f"k{index}" for index in range(5000)), "k77"]
+    parameters = "".join(f"{opening}{key}{keyed}1{closing}\n" for key in keys)
+    (call,) = (
+        get_parser(name).parse(tags.section(f"{tags.call[0]}f{tags.call[1]}\n{parameters}{tags.call_end}")).tool_calls
+    )
+    assert call.error is not None
+    assert "got k77 more often" in call.error

@@ -13,6 +13,7 @@ tool has and the call lacks, but that begins inside of a value: that value has l
 Every text is read once, whatever nests in what: open calls are kept on a stack.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -113,11 +114,13 @@ class _Follow(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A call that has an end, with its values as text."""
+    """A call that has an end, as places in the text: calls nest, and copies of what holds them would grow with the square."""
 
     name: str
-    values: list[tuple[str, str]]
-    raw: str
+    values: list[tuple[str, int, int]]
+    """Of each parameter its name, and where its value begins and ends."""
+    start: int
+    end: int
 
 
 @dataclass(slots=True)
@@ -127,7 +130,7 @@ class _Section:
     name: str
     start: int
     """Where the parameters of the call under way begin."""
-    values: list[tuple[str, str]] = field(default_factory=list)
+    values: list[tuple[str, int, int]] = field(default_factory=list)
     key: str | None = None
     """Of the value under way; None between values."""
     value_start: int = 0
@@ -183,7 +186,7 @@ class _Reading:
                 section.bare_end = self.position
         elif (follow := (yield from self._follow(self.position))) is not None:
             assert section.key is not None
-            section.values.append((section.key, self.format.value_text(turn.text[section.value_start : at])))
+            section.values.append((section.key, section.value_start, at))
             section.key, section.bare_end, section.inner, section.inner_end = None, -1, [], -1
             self._take(section, follow)
 
@@ -213,8 +216,7 @@ class _Reading:
         if follow.what is _Next.PARAMETER:
             section.key, section.value_start = follow.name, follow.position
             return
-        raw = self.turn.text[section.start : follow.values_end]
-        section.calls.append(_Found(section.name, section.values, raw))
+        section.calls.append(_Found(section.name, section.values, section.start, follow.values_end))
         section.name, section.start, section.values = follow.name, follow.position, []
         if follow.what is _Next.CALL:
             return
@@ -268,19 +270,21 @@ class _Reading:
         self.open.clear()
 
     def _tell(self, calls: list[_Found]) -> None:
-        for name, values, raw in calls:
+        text, tags = self.turn.text, self.format
+        for name, places, start, end in calls:
             types = self.turn.types.of(name)
-            error = _fault(self.format, types, name, values)
-            arguments = {key: self.format.value(types, key, text) for key, text in values} if error is None else None
-            self.turn.add_call(name, arguments, raw, error)
+            values = [(key, tags.value_text(text[begin:stop])) for key, begin, stop in places]
+            error = _fault(tags, types, name, values)
+            arguments = {key: tags.value(types, key, value) for key, value in values} if error is None else None
+            self.turn.add_call(name, arguments, text[start:end], error)
 
 
 def _fault(tags: TaggedFormat, types: ParameterTypes, name: str, values: list[tuple[str, str]]) -> str | None:
     """Say what is wrong with the parameters of a call, if anything is."""
     opening, behind, closing = tags.parameter_tags
-    keys = {key for key, _ in values}
+    keys = Counter(key for key, _ in values)
     if len(keys) < len(values):
-        twice = next(key for key in keys if sum(key == other for other, _ in values) > 1)
+        ((twice, _),) = keys.most_common(1)
         return f"the parameters of {name} must each be there once, got {twice} more often; write each once"
     for key, text in values:
         if opening in text:  # a parameter that the call lacks, in a value: then the value lacks its closing tag
