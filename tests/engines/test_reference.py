@@ -87,3 +87,13 @@ def test_a_token_that_cannot_come_has_no_bounds():
     assert logprob_bounds(logits, 3, SamplingParams(top_k=2), slack=1e-2) == (math.inf, -math.inf)
     low, high = logprob_bounds(logits, 2, SamplingParams(top_k=2), slack=1e-2)
     assert low < high
+
+
+@pytest.mark.parametrize("params", [SamplingParams(top_k=1), SamplingParams(top_p=1e-9), SamplingParams(min_p=1.0)])
+def test_a_runner_up_may_have_been_the_only_choice(params):
+    """Where rounding can put another token first, that token may have been kept alone, with logprob zero."""
+    logits = np.array([2.0, 1.9, -3.0])
+    for token in range(2):
+        low, high = logprob_bounds(logits, token, params, slack=0.1)
+        assert low <= 0.0 <= high
+    assert logprob_bounds(logits, 2, params, slack=0.1) == (math.inf, -math.inf)

@@ -95,14 +95,16 @@ def logprob_bounds(
 
 
 def _kept(scores: np.ndarray, params: SamplingParams, margin: float) -> np.ndarray:
-    """bool [vocab]: what the filters keep if every comparison is off by `margin`, in favour of keeping."""
+    """bool [vocab]: what the filters keep if every comparison is off by `margin`, in favour of keeping.
+
+    Below 0 that may be nothing: where two tokens come first by turns, neither is certain to.
+    """
     kept = np.ones(len(scores), bool)
     if 0 < params.top_k < len(scores):
         ordered = np.sort(scores)[::-1]
         edge = ordered[params.top_k - 1] - margin if margin >= 0 else ordered[params.top_k] - margin
         kept &= scores >= edge
-    kept[scores.argmax()] = True
-    if params.top_p < 1:
+    if params.top_p < 1 and kept.any():
         left = np.where(kept, scores, -np.inf)
         probs = np.exp(_log_softmax(left))
         ordered = np.sort(left)[::-1]
@@ -111,7 +113,8 @@ def _kept(scores: np.ndarray, params: SamplingParams, margin: float) -> np.ndarr
         kept &= before < params.top_p - _TOP_P_TOLERANCE + margin
     if params.min_p > 0:
         kept &= scores - scores.max() >= np.log(params.min_p) - margin
-    kept[scores.argmax()] = True
+    if margin >= 0:
+        kept[scores.argmax()] = True
     return kept
 
 
