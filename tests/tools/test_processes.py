@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import enum
+import gc
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -52,10 +54,44 @@ def act(how: str, path: str) -> object:
         raise OddError("one", "two")
     if how == "lambda":
         return lambda: None
+    if how == "mute":
+        raise MuteError
+    if how == "unreadable":
+        return Unreadable()
+    if how == "garbage":
+        for number in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(number, bytes([255]) * 64)
+    if how == "forged":
+        for item in gc.get_objects():
+            if isinstance(item, Connection):
+                item.send(["an answer before the answer"])
+    if how == "fork":
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+        return "parent" if child else "child"
     if how == "write":
         print("a line on standard output")
         return "written"
     return {"how": how, "reward": 1}, 0.5, {"fruit": Fruit.APPLE}
+
+
+class MuteError(Exception):
+    """Neither travels nor says what it is."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    def __reduce__(self) -> str:
+        raise ValueError("no pickle")
+
+
+class Unreadable:
+    """Can be written, but not read again."""
+
+    def __reduce__(self) -> tuple:
+        return (int, ("no number",))
 
 
 class OddError(Exception):
@@ -114,6 +150,25 @@ async def test_what_goes_wrong_elsewhere_is_the_outcome_of_its_call(caplog: pyte
     assert "code 3" in texts[4]
     assert "code -9" in texts[5]
     assert 'raise KeyError("missing")' in caplog.text
+
+
+@pytest.mark.parametrize("how", ["garbage", "forged", "unreadable", "mute"])
+async def test_an_answer_that_cannot_be_read_harms_no_other_call(how: str) -> None:
+    """What is no answer is a failure of the call that gave it, and the next calls get their own answers."""
+    bad, *others = await outcomes_of(call(how), *[call("plain")] * (MAX_PROCESSES + 1))
+    assert bad.kind is OutcomeKind.TOOL_ERROR
+    assert ("MuteError" if how == "mute" else "readable") in bad.message["content"]
+    assert {item.message["content"] for item in others} == {'{"how": "plain", "reward": 1}'}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes of Unix")
+async def test_a_fork_of_a_function_does_not_answer() -> None:
+    """Where a function forks, the call has one answer, and so have the next ones."""
+    outcomes = await outcomes_of(call("fork"), *[call("plain")] * (MAX_PROCESSES + 1))
+    assert [item.message["content"] for item in outcomes] == [
+        "parent",
+        *['{"how": "plain", "reward": 1}'] * (MAX_PROCESSES + 1),
+    ]
 
 
 async def test_a_late_call_is_killed(tmp_path: Path) -> None:

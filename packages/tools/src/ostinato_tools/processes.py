@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from ostinato_tools.errors import ToolDefinitionError, ToolInfrastructureError
+from ostinato_tools.failures import describe
 from ostinato_tools.threads import DaemonThreads
 
 MAX_PROCESSES = os.cpu_count() or 1
@@ -116,6 +117,8 @@ class _Job:
 class _Reply(NamedTuple):
     """What a process answers."""
 
+    number: int
+    """Of the call that it answers."""
     value: Any
     error: BaseException | None
     traceback_text: str
@@ -141,6 +144,7 @@ class _Worker:
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), name=_NAME, daemon=True)
         self._lock = threading.Lock()  # held while a call runs
+        self._num_calls = 0
         self._process.start()
         theirs.close()
         _WORKERS.add(self)
@@ -150,25 +154,45 @@ class _Worker:
         return self._process.is_alive()
 
     def call(self, message: Any) -> _Reply | None:
-        """Return the answer; None where the process was stopped before the call began.
+        """Return the answer; None where the process was stopped, or has ended by itself, before the call began.
 
         Raises:
             ToolInfrastructureError: it ended without an answer.
+            TypeError: its answer cannot be read.
         """
         with self._lock:
             if self not in _WORKERS:
                 return None
+            self._num_calls += 1
             try:
-                self._connection.send(message)
-                return self._connection.recv()
-            except (EOFError, OSError) as error:
-                self._process.join(5)
-                code = self._process.exitcode
+                self._connection.send((self._num_calls, message))
+            except OSError as error:
+                if self._num_calls == 1:
+                    raise self._ended() from error
                 self.kill()
-                raise ToolInfrastructureError(
-                    f"the process of the tool must live until it answers, got its end with code {code}; "
-                    f"see what it wrote, and put what a script does under {_GUARD}"
+                return None
+            try:
+                reply = self._connection.recv()
+                if not isinstance(reply, _Reply) or reply.number != self._num_calls:
+                    raise ValueError("it is not that of this call")
+                return reply
+            except (EOFError, OSError) as error:
+                raise self._ended() from error
+            except Exception as error:  # what cannot be read may have left half an answer to the next call behind
+                self.kill()
+                raise TypeError(
+                    "the answer of a tool that runs in a process must be readable by its parent, got one that is not "
+                    f"({describe(error)}); return plain values, and leave the process's own connection alone"
                 ) from error
+
+    def _ended(self) -> ToolInfrastructureError:
+        self._process.join(5)
+        code = self._process.exitcode
+        self.kill()
+        return ToolInfrastructureError(
+            f"the process of the tool must live until it answers, got its end with code {code}; "
+            f"see what it wrote, and put what a script does under {_GUARD}"
+        )
 
     def kill(self) -> None:
         _WORKERS.discard(self)
@@ -219,21 +243,24 @@ def _serve(connection: Connection) -> None:
     if hasattr(os, "setsid"):
         os.setsid()  # neither Ctrl-C nor a signal to the group ends it; its parent kills it with all that it started
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    own_pid = os.getpid()
     while True:
         try:
-            reference, arguments = connection.recv()
+            number, (reference, arguments) = connection.recv()
         except EOFError:
             return
         try:
             function = _resolve(reference)
-            reply = _Reply(function(**pickle.loads(arguments)), None, "")
+            reply = _Reply(number, function(**pickle.loads(arguments)), None, "")
         except BaseException as error:  # also SystemExit: it ends the call, not the process
-            reply = _Reply(None, _portable(error), traceback.format_exc())
+            reply = _Reply(number, None, _portable(error), traceback.format_exc())
+        if os.getpid() != own_pid:
+            os._exit(0)  # a fork of the function's that ran to the end of it: the answer is its parent's
         try:
             connection.send(reply)
         except Exception as error:  # the result cannot be pickled
-            text = f"the result of a tool that runs in a process must be picklable, got one that is not ({error})"
-            connection.send(_Reply(None, TypeError(text), ""))
+            text = f"the result of a tool that runs in a process must be picklable, got one that is not ({describe(error)})"
+            connection.send(_Reply(number, None, TypeError(text), ""))
 
 
 def _end_with_parent() -> None:
@@ -272,4 +299,4 @@ def _portable(error: BaseException) -> BaseException:
             return error
     except Exception:  # a foreign class: whatever it raises, the error itself cannot travel
         pass
-    return RuntimeError(f"{type(error).__name__}: {error}")
+    return RuntimeError(describe(error))
