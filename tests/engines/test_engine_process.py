@@ -1,0 +1,244 @@
+"""An engine in a process of its own is the same server: calls, errors, cancellation, weights, and every way to end."""
+
+import asyncio
+import os
+import signal
+import sys
+
+import pytest
+
+from ostinato_engines import (
+    EngineClosedError,
+    EngineCrashedError,
+    EngineInputError,
+    EngineLoadError,
+    EngineNotReadyError,
+    EngineStartError,
+    EngineState,
+    PauseMode,
+    SamplingParams,
+    SamplingParamsError,
+    StopReason,
+    UnsupportedError,
+)
+from ostinato_engines.engine_process import EngineProcess
+from ostinato_engines.testing import WeightUpdate, check_server
+
+SOURCE = '''
+import asyncio, os
+from ostinato_engines import (
+    AsyncServerBase, Capabilities, EngineInputError, PolicySpan, StopReason, TokenOutput, UnsupportedError
+)
+
+class OwnError(EngineInputError):
+    """Known here only."""
+
+class Echo(AsyncServerBase):
+    def __init__(self, model, *, max_model_len=99, fail="", flavour="plain"):
+        self.max_model_len, self.flavour, self.slow, self.cancelled = max_model_len, flavour, [], 0
+        if fail == "exit":
+            print("ValueError: no room for this model", flush=True)
+            os._exit(3)
+        if fail == "raise":
+            raise ValueError("the constructor says no")
+    def capabilities(self):
+        return Capabilities(engine=f"echo {self.flavour}", abort=True)
+    async def generate(self, prompt_ids, sampling_params, request_id, media=()):
+        if request_id == "own":
+            raise OwnError("prompt must please, got displeasure; try again")
+        if request_id == "odd":
+            raise KeyError("what")
+        if request_id == "die":
+            print("MemoryError: the host is full", flush=True)
+            os._exit(9)
+        if request_id == "slow":
+            try:
+                await asyncio.sleep(600)
+            finally:
+                self.cancelled += 1
+        spans = (PolicySpan(0, 3), PolicySpan(1, 4, False))
+        return TokenOutput(list(prompt_ids), [-0.5] * len(prompt_ids), StopReason.STOP, 7, spans, 5, self.cancelled)
+    async def abort(self, request_ids=None):
+        return 0 if request_ids is None else len(request_ids)
+    async def chat_completion(self, raw_request):
+        return {"echo": raw_request, "flavour": self.flavour}
+'''
+
+
+@pytest.fixture
+def echo(tmp_path):
+    """The place of a server class that needs no torch."""
+    file = tmp_path / "echo.py"
+    file.write_text(SOURCE)
+    return f"{file}:Echo"
+
+
+async def test_calls_and_results_cross_whole(echo):
+    """Arguments, results and settings arrive as they were, and the process tells its versions."""
+    async with EngineProcess(echo, "model", settings={"max_model_len": 44, "flavour": "mint", "unknown": 1}) as server:
+        assert (server.max_model_len, server.capabilities().engine) == (44, "echo mint")
+        assert server.versions.startswith("Python ")
+        params = SamplingParams(temperature=0.5, stop_token_ids=(7,), seed=3)
+        outs = await asyncio.gather(*(server.generate([index, 2], params, f"r{index}") for index in range(50)))
+        assert [out.token_ids for out in outs] == [[index, 2] for index in range(50)]
+        out = outs[0]
+        assert (out.logprobs, out.stop_reason, out.stop_token_id, out.num_cached_tokens) == (
+            [-0.5] * 2,
+            StopReason.STOP,
+            7,
+            5,
+        )
+        assert [(span.start, span.version, span.exact) for span in out.policy_versions] == [(0, 3, True), (1, 4, False)]
+        assert await server.abort(["a", "b"]) == 2
+        assert await server.abort() == 0
+        assert await server.chat_completion({"messages": [{"role": "user"}]}) == {
+            "echo": {"messages": [{"role": "user"}]},
+            "flavour": "mint",
+        }
+        assert (await server.health()).ready
+    assert (await server.health()).state is EngineState.CLOSED
+    with pytest.raises(EngineClosedError):
+        await server.generate([1], {}, "late")
+
+
+async def test_errors_cross_as_what_they_are(echo):
+    """Errors of the contract keep their class and message, also subclasses; others say what they were."""
+    async with EngineProcess(echo, "model") as server:
+        with pytest.raises(EngineInputError, match="must please, got displeasure"):
+            await server.generate([1], {}, "own")
+        with pytest.raises(EngineCrashedError, match="KeyError: 'what'"):
+            await server.generate([1], {}, "odd")
+        with pytest.raises(SamplingParamsError, match="tempertaure"):
+            await server.generate([1], {"tempertaure": 1}, "a")
+        with pytest.raises(EngineInputError, match="media must be empty"):
+            await server.generate([1], {}, "a", media=[object()])
+        with pytest.raises(EngineInputError, match="sequence of integers"):
+            await server.generate([None], {}, "a")
+        with pytest.raises(EngineInputError, match="must get plain values"):
+            await server.chat_completion({"messages": object()})
+        for refused in (server.sleep(), server.pause(PauseMode.WAIT), server.update_weights(None, [])):
+            with pytest.raises(UnsupportedError):
+                await refused
+        assert (await server.generate([1], {}, "a")).token_ids == [1]
+
+
+async def test_a_cancelled_request_has_ended_there_too(echo):
+    """Cancelling the caller cancels the engine's work before the caller goes on."""
+    async with EngineProcess(echo, "model") as server:
+        task = asyncio.ensure_future(server.generate([1], {}, "slow"))
+        await server.health()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await server.generate([1], {}, "after")).num_preempted == 1
+
+
+async def test_a_process_that_dies_fails_everything_with_its_last_words(echo):
+    """Requests in flight, later ones and health all tell of the death, with the line of the log that matters."""
+    server = EngineProcess(echo, "model")
+    await server.start()
+    tasks = [asyncio.ensure_future(server.generate([1], {}, name)) for name in ("slow", "die")]
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(outcome, EngineCrashedError)
+        assert "MemoryError: the host is full" in str(outcome)
+    assert (await server.health()).state is EngineState.FAILED
+    with pytest.raises(EngineCrashedError, match="the host is full"):
+        await server.generate([1], {}, "late")
+    await server.shutdown()
+    await server.shutdown()
+
+
+async def test_a_killed_process(echo):
+    """A signal that leaves no last words is told as well, and shutdown still cleans up."""
+    server = EngineProcess(echo, "model")
+    await server.start()
+    task = asyncio.ensure_future(server.generate([1], {}, "slow"))
+    await server.health()
+    os.kill(server._process.pid, signal.SIGKILL)
+    with pytest.raises(EngineCrashedError, match="the process is gone"):
+        await task
+    await server.shutdown()
+    assert not server._folder.exists()
+
+
+async def test_shutdown_ends_what_is_in_flight(echo):
+    """Requests that still run when the server is shut down fail with the error that says so, and the process is gone."""
+    server = EngineProcess(echo, "model")
+    await server.start()
+    pid = server._process.pid
+    task = asyncio.ensure_future(server.generate([1], {}, "slow"))
+    await server.health()
+    await server.shutdown()
+    with pytest.raises(EngineClosedError):
+        await task
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings", "python", "kind", "words"),
+    [
+        ("nowhere.py:Echo", {}, sys.executable, EngineLoadError, "existing Python file"),
+        ("ECHO", {"fail": "raise"}, sys.executable, EngineStartError, "ValueError: the constructor says no"),
+        ("ECHO", {"fail": "exit"}, sys.executable, EngineStartError, "ValueError: no room for this model"),
+        ("ECHO", {}, "/no/such/python", EngineStartError, "interpreter that runs here"),
+        ("ECHO", {}, "/bin/false", EngineStartError, "must hold this package"),
+    ],
+)
+async def test_a_start_that_fails_says_why(echo, engine, settings, python, kind, words):
+    """No such class, an engine that raises or dies, no interpreter, no package in it: each is told, with the cure."""
+    server = EngineProcess(echo if engine == "ECHO" else engine, "model", settings=settings, python=python)
+    with pytest.raises(kind, match=words):
+        await server.start()
+    with pytest.raises(EngineNotReadyError):
+        await server.generate([1], {}, "a")
+    await server.shutdown()
+
+
+async def test_a_start_has_a_deadline(echo):
+    """An engine that does not answer in time is ended, and that is told."""
+    server = EngineProcess(echo, "model", start_timeout_s=0.0)
+    with pytest.raises(EngineStartError, match="must start within 0 s"):
+        await server.start()
+    await server.shutdown()
+
+
+def test_settings_must_be_plain():
+    """What cannot cross a process is refused at once."""
+    with pytest.raises(EngineInputError, match="settings must be plain values"):
+        EngineProcess("transformers", "model", settings={"model": object()})
+
+
+@pytest.mark.slow
+async def test_conformance_of_the_embedded_engine_elsewhere(make_model, forward_of, vocab_size, tmp_path):
+    """The whole suite passes through a process, weight updates and exact spans included."""
+    make_model(max_len=256).save_pretrained(tmp_path)
+    await _conforms("transformers", tmp_path, {"dtype": "float32", "device": "cpu"}, make_model, forward_of, vocab_size)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_conformance_of_vllm_elsewhere(make_model, forward_of, vocab_size, tmp_path):
+    """An engine with versions of its own serves a caller with others: the suite passes, and both versions are told."""
+    python = os.environ.get("OSTINATO_VLLM_PYTHON")
+    if not python:
+        pytest.skip("OSTINATO_VLLM_PYTHON names no interpreter with vllm and this package")
+    make_model(max_len=256, head_dim=32, hidden_size=64).save_pretrained(tmp_path)
+    settings = {"dtype": "float32", "enforce_eager": True, "engine_args": {"block_size": 32}}
+    shape = {"head_dim": 32, "hidden_size": 64}
+    server = await _conforms("vllm", tmp_path, settings, make_model, forward_of, vocab_size, python=python, **shape)
+    assert "vllm" in server.versions
+
+
+async def _conforms(engine, folder, settings, make_model, forward_of, vocab_size, *, python=sys.executable, **shape):
+    from ostinato_engines import WeightManifest
+
+    new = make_model(max_len=256, seed=1, **shape)
+    named = [(name, tensor.detach()) for name, tensor in new.named_parameters()]
+    update = WeightUpdate(WeightManifest.from_tensors(1, named), lambda: iter(named), forward_of(new))
+    server = EngineProcess(engine, folder, python=python, settings=settings)
+    await server.start()
+    await check_server(
+        server, vocab_size=vocab_size, forward=forward_of(make_model(max_len=256, **shape)), weight_update=update
+    )
+    return server
