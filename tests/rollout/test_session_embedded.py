@@ -132,7 +132,8 @@ async def test_new_weights_in_mid_generation_are_placed_exactly(mode):
     client = LLMServerClient([server])
     session = open_session(client, "a")
     await session.extend([{"role": "user", "content": "Count."}])
-    running = asyncio.ensure_future(session.generate(SamplingParams(seed=5, max_tokens=200)))
+    # A seed under which no stop token is drawn before the second update.
+    running = asyncio.ensure_future(session.generate(SamplingParams(seed=8, max_tokens=200)))
     for seed in (1, 2):
         for _ in range(60):
             await asyncio.sleep(0)
