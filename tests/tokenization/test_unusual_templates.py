@@ -4,7 +4,7 @@ import pytest
 import tokenizers
 from tokenizers import normalizers, pre_tokenizers
 
-from ostinato_tokenization import ChatTokenizer, ContinuousTokens, Origin
+from ostinato_tokenization import ChatTokenizer, ContinuousTokens, Origin, encode_delta
 from ostinato_tokenization.testing import TINY_SPECIAL_TOKENS, tiny_tokenizer
 
 _PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -190,3 +190,14 @@ def test_the_end_of_sequence_token_before_words_is_no_opener():
     tokens.merge_context_messages(ledger, messages, [{"role": "user", "content": "c"}])
     assert ledger.origins.count(Origin.REPAIR) == 1
     assert tokenizer.decode(ledger.token_ids) == "> user: a\n> assistant: b<|im_end|>\n> user: c\n> assistant:"
+
+
+def test_a_system_text_that_moves_to_the_last_question_is_a_rewritten_history():
+    """A template that writes the system text into the last question is seen to rewrite, and deltas have a fixed base."""
+    moves = _template(
+        "{{ (messages[0].content if loop.last and messages[0].role == 'system' else '') + m.content }}"
+    ).replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
+    tokenizer = ChatTokenizer(tiny_tokenizer(), moves, named_tokens={"eos_token": "<|im_end|>"})
+    assert not tokenizer.profile().extends_history
+    messages = [*_conversation(1, system=True), {"role": "assistant", "content": "No."}]
+    assert tokenizer.decode(encode_delta(tokenizer, messages, 2).token_ids) == "No.<|im_end|>\n"

@@ -16,7 +16,7 @@ import msgspec
 
 from ostinato_tokenization.chat_tokenizer import ChatTokenizer
 from ostinato_tokenization.control_text import MaskTable
-from ostinato_tokenization.errors import ChatTemplateError, MediaNotSupportedError, MessageError
+from ostinato_tokenization.errors import ChatTemplateError, HistoryRewrittenError, MediaNotSupportedError, MessageError
 from ostinato_tokenization.messages import Message, normalize_messages
 from ostinato_tokenization.template_profile import check_prefix
 
@@ -56,8 +56,8 @@ def encode_delta(
 
     For an assistant message the earlier text ends with the generation prompt. Other messages that follow each other are
     one turn: the last of them adds the whole run, with the generation prompt if an assistant message comes next, and
-    those before it add nothing. For a template that extends history the deltas of all messages add up to the ids of
-    the conversation.
+    those before it add nothing. For a template that extends history the deltas of all messages add up to the text of
+    the conversation, and to its ids unless a fresh encoding merges the end of a generation prompt with what is said.
 
     Args:
         tokenizer: A ChatTokenizer, or a fast tokenizer of transformers, or a processor with one.
@@ -146,7 +146,7 @@ def encode_assistant_delta(
     """
     try:
         text, table = _difference(tokenizer, before, [message], tools, True, False, template_kwargs, started_at)
-    except ChatTemplateError:
+    except (ChatTemplateError, HistoryRewrittenError):
         if before is not BASE_CHAT_HISTORY:
             raise
         text, table = _difference(tokenizer, before[1:], [message], tools, True, False, template_kwargs, started_at)
@@ -192,13 +192,13 @@ def _context_delta(
     if base is not None:
         answered = [*base, {"role": "assistant", "content": "Yes."}]
         candidates = [base, answered, base[1:], answered[1:]]
-    refusal: ChatTemplateError | None = None
+    refusal: ChatTemplateError | HistoryRewrittenError | None = None
     for before in candidates:
         try:
             text, table = _difference(
                 tokenizer, before, messages[start:], tools, False, add_generation_prompt, template_kwargs, started_at
             )
-        except ChatTemplateError as error:
+        except (ChatTemplateError, HistoryRewrittenError) as error:
             refusal = refusal or error
             continue
         return tokenizer.encode_masked(text, table, continues=not tokenizer.starts_with_control(text))

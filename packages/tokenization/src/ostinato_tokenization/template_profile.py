@@ -286,6 +286,7 @@ class TemplateProfile:
             ([USER, {**answer, "content": reasoned}, USER], False),
             ([USER, answer, USER], False),
             ([USER, {**answer, "reasoning_content": "r"}, USER], False),
+            ([SYSTEM, USER, answer, USER], True),
             ([USER, calling_message("x", "a"), tool_message("r"), answer, USER], True),
         )
         for messages, may_be_refused in conversations:
