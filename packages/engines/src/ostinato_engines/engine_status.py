@@ -38,7 +38,8 @@ class EngineStatus:
     @property
     def may_step(self) -> bool:
         """Whether requests that hold a row may be computed."""
-        return not (self.closed or self.asleep or self.stale or self.paused is PauseMode.KEEP)
+        idle = self.closed or self.failure is not None or self.asleep or self.stale or self.paused is PauseMode.KEEP
+        return not idle
 
     @property
     def may_admit(self) -> bool:
