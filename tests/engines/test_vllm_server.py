@@ -207,7 +207,7 @@ async def test_chat_through_vllm(server):
         "messages": [{"role": "user", "content": "w10 w11"}],
         "max_tokens": 3,
         "temperature": 0,
-        "logprobs": True,
+        "ignore_eos": True,
     }
     answer = await server.chat_completion(request)
     assert answer["choices"][0]["message"]["role"] == "assistant"
