@@ -223,3 +223,10 @@ def test_ids_that_are_none_are_refused(bad):
     with pytest.raises(LedgerError, match="token_ids must be"):
         ledger.append(bad, Origin.CONTEXT)
     assert len(ledger) == 0
+
+
+def test_log_probabilities_are_finite_one_by_one():
+    """Finite log-probabilities are taken also where their sum is not."""
+    ledger = TokenLedger()
+    ledger.append_sampled([1, 2], [-1e308, -1e308])
+    assert ledger.response_logprobs == [-1e308, -1e308]

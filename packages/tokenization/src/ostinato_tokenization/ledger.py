@@ -12,11 +12,11 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from enum import IntEnum
-from operator import index
 
 import msgspec
 
 from ostinato_tokenization.errors import LedgerError
+from ostinato_tokenization.ledger_input import as_id_array, as_logprob_array, check_versions
 
 
 class Origin(IntEnum):
@@ -56,71 +56,13 @@ class _LedgerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _FORMAT = 2
-_SIGN_BYTE = array("i").itemsize - 1 if sys.byteorder == "little" else 0
 _MASK_OF_ORIGIN = bytes(1 if value == Origin.SAMPLED else 0 for value in range(256))
 _KNOWN_ORIGINS = bytes(Origin)
 _BYTE_OF = tuple(bytes((origin,)) for origin in Origin)
-_NAN = float("nan")
 FIRST_POLICY = ((0, 0),)
 """Versions of a chunk that the first policy sampled as a whole."""
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_LedgerRecord)
-
-
-def _as_id_array(token_ids: Sequence[int]) -> array[int]:
-    if isinstance(token_ids, (bytes, bytearray, str)):
-        raise LedgerError(f"token_ids must be integers, got {type(token_ids).__name__}; pass a list or array('i')")
-    try:
-        if type(token_ids) is array and token_ids.typecode == "i":
-            ids, packed = token_ids, token_ids.tobytes()
-        else:
-            packed = array("I", token_ids).tobytes()  # several times faster than from a list to array("i")
-            ids = array("i", packed)
-    except (TypeError, ValueError, OverflowError) as error:
-        if isinstance(error, OverflowError) and min(token_ids) < 0:
-            raise _negative_id(token_ids) from error
-        raise LedgerError(f"token_ids must be integers below 2**31, got {error}; pass the ids as sampled") from error
-    if not packed[_SIGN_BYTE :: ids.itemsize].isascii():
-        if min(token_ids) < 0:
-            raise _negative_id(token_ids)
-        raise LedgerError(f"token_ids must be integers below 2**31, got {max(token_ids)}; pass the ids as sampled")
-    return ids
-
-
-def _negative_id(token_ids: Sequence[int]) -> LedgerError:
-    return LedgerError(f"token_ids must be >= 0, got {min(token_ids)}; remove padding before recording")
-
-
-def _as_logprob_array(logprobs: Sequence[float] | None, length: int) -> array[float]:
-    if logprobs is None:
-        return array("d", (_NAN,)) * length
-    try:
-        values = array("d", logprobs)
-    except TypeError as error:
-        raise LedgerError(f"logprobs must be floats, got {error}; pass None where there are none") from error
-    if len(values) != length:
-        raise LedgerError(f"logprobs must have one entry per token ({length}), got {len(values)}; never pad them")
-    if not math.isfinite(sum(values)):
-        bad = next((index, value) for index, value in enumerate(values) if not math.isfinite(value))
-        raise LedgerError(f"logprobs must be finite, got {bad[1]} at {bad[0]}; pass None where there are none")
-    return values
-
-
-def _check_versions(policy_versions: Sequence[tuple[int, int]], length: int) -> None:
-    previous = -1
-    try:
-        for start, version in policy_versions:
-            rising = previous < index(start) < length and (previous >= 0 or start == 0)
-            if not rising or index(version) < 0:
-                raise ValueError
-            previous = start
-        if previous == -1:
-            raise ValueError
-    except (TypeError, ValueError) as error:
-        raise LedgerError(
-            "policy_versions must be (start, version) pairs of integers whose starts rise from 0 within the"
-            f" {length} sampled tokens, got {policy_versions!r}; pass ((0, version),), versions numbered from 0"
-        ) from error
 
 
 class TokenLedger:
@@ -182,7 +124,7 @@ class TokenLedger:
             raise LedgerError(
                 f"origin must be a member of Origin other than SAMPLED, got {origin!r}; record those by append_sampled"
             )
-        ids = _as_id_array(token_ids)
+        ids = as_id_array(token_ids)
         if not 0 <= template_tail <= len(ids):
             raise LedgerError(f"template_tail must be from 0 to {len(ids)}, got {template_tail}; count ids given here")
         if not ids:
@@ -208,12 +150,12 @@ class TokenLedger:
         Raises:
             LedgerError: The three do not fit together. Nothing is recorded then.
         """
-        ids = _as_id_array(token_ids)
-        values = _as_logprob_array(logprobs, len(ids))
+        ids = as_id_array(token_ids)
+        values = as_logprob_array(logprobs, len(ids))
         if not ids:
             return
         if policy_versions is not FIRST_POLICY:
-            _check_versions(policy_versions, len(ids))
+            check_versions(policy_versions, len(ids))
         offset = len(self._ids)
         for start, version in policy_versions:
             if not self._versions or self._versions[-1][1] != version:
