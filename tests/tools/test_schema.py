@@ -182,6 +182,52 @@ def test_a_wrong_json_schema_is_refused(parameters: dict) -> None:
         problems(parameters, {})
 
 
+def _definitions(**definitions: dict) -> dict:
+    return {"properties": {"x": {"$ref": "#/$defs/a"}}, "$defs": definitions}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        _definitions(a={"$ref": "#/$defs/a"}),
+        _definitions(a={"$ref": "#/$defs/b"}, b={"$ref": "#/$defs/a"}),
+        _definitions(a={"anyOf": [{"type": "null"}, {"allOf": [{"$ref": "#/$defs/a"}]}]}),
+        _definitions(a={"not": {"$ref": "#/$defs/a"}}),
+        {"$ref": "#"},
+    ],
+)
+def test_references_in_a_circle_are_refused(parameters: dict) -> None:
+    """A reference that leads back to itself before it goes into the value is refused at once: no call could ever fit it."""
+    with pytest.raises(ToolSchemaError, match=r"\$ref of here must lead to a schema, got a circle .*; correct"):
+        compile_validator({"function": {"name": "f", "parameters": parameters}}, "here")
+
+
+def test_schemas_of_trees_are_no_circles() -> None:
+    """A reference to what holds it, a level further down in the value, is what trees are made of; shared parts are none either."""
+    node = {"anyOf": [{"type": "null"}, {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}}]}
+    doubled = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}
+    parameters = _definitions(a=node, b=doubled) | {"required": ["x"]}
+    problems = compile_validator({"function": {"name": "f", "parameters": parameters}}, "here")
+    assert problems({"x": {"x": {"x": None}}}) == []
+    assert problems({"x": {"x": 5}})
+
+
+def test_a_schema_that_is_too_deep_is_refused() -> None:
+    """A schema of more levels than can be followed is an error of the schema, not a crash."""
+    parameters: dict = {"type": "integer"}
+    for _ in range(2000):
+        parameters = {"anyOf": [parameters]}
+    with pytest.raises(ToolSchemaError, match=r"parameters of here must be nested less deeply"):
+        compile_validator({"function": {"name": "f", "parameters": parameters}}, "here")
+
+
+@pytest.mark.parametrize("name", ["", " f", "a b", "a\nb", "a\u200bb", "a\x00", 5])
+def test_a_name_is_one_word(name: object) -> None:
+    """A name that a format could not write, or that would break a prompt's line, is refused with the place."""
+    with pytest.raises(ToolSchemaError, match="name of here must be a name without white space, got"):
+        check_tool_schema({"type": "function", "function": {"name": name}}, "here")
+
+
 def test_a_long_value_is_not_repeated_whole() -> None:
     """What the model reads about a very long value is short, and still says where it is and what is wrong."""
     (sentence,) = problems({"properties": {"x": {"type": "integer"}}}, {"x": "long" * 10_000})

@@ -14,6 +14,7 @@ from ostinato_tools.errors import ToolSchemaError
 
 _MAX_ERRORS = 3
 _MAX_SENTENCE = 200
+_IN_PLACE_KEYWORDS = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
 _LITERAL_KEYWORDS = frozenset({"const", "default", "enum", "examples"})
 
 
@@ -39,8 +40,10 @@ def check_tool_schema(schema: Any, place: str) -> str:
     if not isinstance(function, dict):
         raise ToolSchemaError(f"tool_schema.function of {place} must be a mapping, got {type(function).__name__}{cure}")
     name = function.get("name")
-    if not isinstance(name, str) or not name.strip() or name != name.strip():
-        raise ToolSchemaError(f"tool_schema.function.name of {place} must be a plain name, got {name!r}{cure}")
+    if not isinstance(name, str) or not name.isprintable() or not name or any(map(str.isspace, name)):
+        raise ToolSchemaError(
+            f"tool_schema.function.name of {place} must be a name without white space, got {name!r:.100}{cure}"
+        )
     if not isinstance(function.get("parameters", {}), dict):
         raise ToolSchemaError(
             f"tool_schema.function.parameters of {place} must be a mapping, "
@@ -83,8 +86,28 @@ def compile_json_schema(schema: Mapping, what: str, place: str) -> Callable[[Any
         A function from a value to at most three sentences on what is wrong with it; none means valid.
 
     Raises:
-        ToolSchemaError: it is no valid JSON schema, or a `$ref` leads nowhere.
+        ToolSchemaError: it is no valid JSON schema, or a `$ref` leads nowhere or in a circle.
     """
+    try:
+        validator = _checked_validator(schema, what, place)
+        accepts = compile_acceptance(schema, validator.VALIDATORS)
+    except RecursionError:
+        raise ToolSchemaError(
+            f"{what} of {place} must be nested less deeply, got more levels than can be followed; put parts under $defs"
+        ) from None
+
+    def problems(value: Any) -> list[str]:
+        try:
+            if accepts is not None and accepts(value):
+                return []
+            return [_sentence(error) for error in islice(validator.iter_errors(value), _MAX_ERRORS)]
+        except RecursionError:
+            return [f"the {'arguments are' if what == 'parameters' else 'value is'} nested too deeply"]
+
+    return problems
+
+
+def _checked_validator(schema: Mapping, what: str, place: str) -> Any:
     import jsonschema
     from referencing import Registry
 
@@ -100,17 +123,8 @@ def compile_json_schema(schema: Mapping, what: str, place: str) -> Callable[[Any
     registry: Any = Registry()  # an empty one: a remote `$ref` is an error, never a download
     validator = validator_class(schema, registry=registry)
     _check_references(validator, schema, what, place)
-    accepts = compile_acceptance(schema, validator_class.VALIDATORS)
-
-    def problems(value: Any) -> list[str]:
-        try:
-            if accepts is not None and accepts(value):
-                return []
-            return [_sentence(error) for error in islice(validator.iter_errors(value), _MAX_ERRORS)]
-        except RecursionError:
-            return [f"the {'arguments are' if what == 'parameters' else 'value is'} nested too deeply"]
-
-    return problems
+    _check_circles(validator, schema, what, place)
+    return validator
 
 
 _VALIDATOR_CLASS: Any = None
@@ -156,6 +170,49 @@ def _check_references(validator: Any, schema: Mapping, what: str, place: str) ->
                         f"put the definition under {what}.$defs"
                     ) from error
             waiting.extend(value for key, value in node.items() if key not in _LITERAL_KEYWORDS)
+
+
+def _check_circles(validator: Any, schema: Mapping, what: str, place: str) -> None:
+    """Refuse a `$ref` that leads back to where it stands without going into the value: nothing would ever fit it."""
+    resolver = validator._resolver
+    ahead: dict[
+        int, list[Any]
+    ] = {}  # of a schema on the present path: those that the same value must fit, not seen yet
+    done: set[int] = set()
+    waiting: list[Any] = [schema]
+    while waiting:  # every schema is a start; from there only along what the same value must fit
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting.extend(node)
+        if not isinstance(node, dict):
+            continue
+        waiting.extend(value for key, value in node.items() if key not in _LITERAL_KEYWORDS)
+        path = [node]
+        while path:
+            here = path[-1]
+            if id(here) not in ahead and id(here) not in done:
+                ahead[id(here)] = _in_place(here, resolver)
+            if ahead.get(id(here)):
+                path.append(ahead[id(here)].pop())
+                if id(path[-1]) in ahead:
+                    raise ToolSchemaError(
+                        f"$ref of {place} must lead to a schema, got a circle at {path[-1].get('$ref', here)!r:.100}; "
+                        f"correct the definitions under {what}.$defs"
+                    )
+            else:
+                path.pop()
+                ahead.pop(id(here), None)
+                done.add(id(here))
+
+
+def _in_place(node: dict, resolver: Any) -> list[Any]:
+    """Schemas that a value must fit, or is tried against, where it is to fit `node`."""
+    reference = node.get("$ref")
+    found = [resolver.lookup(reference).contents] if isinstance(reference, str) else []
+    for key in _IN_PLACE_KEYWORDS:
+        value = node.get(key)
+        found += value if isinstance(value, list) else [value]
+    return [item for item in found if isinstance(item, dict)]
 
 
 def _sentence(error: Any) -> str:
