@@ -114,6 +114,15 @@ async def one(registry: ToolRegistry, name: str, arguments: dict | None = None, 
     return outcome
 
 
+def test_a_list_that_is_too_large_is_why_loading_fails(place: Place) -> None:
+    """A server whose list of tools is over the limit is refused for that, not for the end that we put to it."""
+    with pytest.raises(
+        ToolInfrastructureError, match=r"'odd' must be reachable, got: .*larger than 1500 bytes"
+    ) as caught:
+        place.load(place.entry({"max_message_bytes": 1500, "max_retries": 0}))
+    assert "exit code" not in str(caught.value)
+
+
 def gone(pid: int) -> bool:
     """Whether a process has ended, or ends soon."""
     deadline = time.monotonic() + 20

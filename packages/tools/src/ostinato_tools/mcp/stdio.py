@@ -57,7 +57,8 @@ class StdioReport:
         self.num_stray_in_a_row = 0
         self.first_stray_line = ""
         self.end: str | None = None
-        """How the process or its output ended; None while it goes on."""
+        """How the process or its output ended; None while it goes on, and where we ended it."""
+        self.ended_by_us = False
 
     def note_stderr(self, chunk: bytes) -> None:
         """Keep the newest of what it wrote to stderr."""
@@ -126,6 +127,7 @@ async def stdio_transport(
             try:
                 yield from_server, to_server
             finally:
+                report.ended_by_us = True
                 from_server.close()  # the reader stops delivering and only empties the pipe
                 to_server.close()
                 with anyio.CancelScope(shield=True):
@@ -205,7 +207,7 @@ async def _read_messages(
             delivering = False
             on_end()
             to_session.close()
-    if delivering:
+    if delivering and not report.ended_by_us:
         if await _exited(process, EXIT_GRACE_S / 2):
             code = process.returncode
             assert code is not None
