@@ -479,3 +479,13 @@ def test_formats_are_made_of_few_parts() -> None:
     turn = Shout().parse("<think>CALL no</think>CALL home")
     assert calls_of(turn) == [("home", {})]
     assert isinstance(Shout(), Format)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("text", [None, b"bytes", [1, 2, 3]])
+def test_what_is_no_text_is_refused(name: str, text: object) -> None:
+    """Bytes and token ids in place of text are an error of the caller's, which says what to pass."""
+    with pytest.raises(ParserInputError, match=r"text must be a string, got .*; decode token ids"):
+        get_parser(name).parse(text)  # type: ignore[arg-type]
+    with pytest.raises(ParserInputError, match=r"text must be a string, got .*; decode token ids"):
+        get_parser(name).stream().feed(text)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from ostinato_tools import (
     ToolCall,
     ToolClosedError,
     ToolConfigError,
+    ToolDefinitionError,
     ToolExecutor,
     ToolFailedError,
     ToolInfrastructureError,
@@ -617,3 +618,46 @@ async def test_dict_results_are_json() -> None:
     assert json.loads(outcome.message["content"]) == {"city": "Zürich", "n": 1}
     assert "Zürich" in outcome.message["content"]
     assert (outcome.reward, outcome.metrics) == (0.0, {})
+
+
+@pytest.mark.parametrize("calls", [None, "echo", make_call("echo"), [{"name": "echo"}], [make_call("echo"), None]])
+async def test_what_are_no_calls_is_refused(calls: object) -> None:
+    """One call instead of a list, messages instead of calls, and None are errors that say what to pass."""
+    async with ToolExecutor(fake_registry()).open("t") as tools:
+        with pytest.raises(ToolConfigError, match=r"calls must be a list of ToolCall, got .*; pass the tool_calls"):
+            await tools.run(calls)  # type: ignore[arg-type]
+
+
+def test_what_is_no_registry_or_no_list_of_names_is_refused() -> None:
+    """A list of tools in place of a registry, and one name in place of a list, are errors with the cure."""
+    for registry in ([], None, function_tool(schema=make_schema("f"))(lambda: "x")):
+        with pytest.raises(ToolConfigError, match=r"registry must be a ToolRegistry, got .*; write ToolRegistry"):
+            ToolExecutor(registry)  # type: ignore[arg-type]
+        if registry is not None and not isinstance(registry, list):
+            with pytest.raises(ToolDefinitionError, match=r"tools must be a list of tools, got FunctionTool; write \["):
+                ToolRegistry(registry)  # type: ignore[arg-type]
+    with pytest.raises(ToolConfigError, match=r"names must be a list of names, got the text 'echo'; write \['echo'\]"):
+        ToolExecutor(fake_registry()).open("t", names="echo")
+
+
+@pytest.mark.parametrize("method", ["create", "execute", "calc_reward", "release"])
+async def test_a_method_that_is_not_asynchronous_is_named(method: str) -> None:
+    """A method written with `def` fails with its name and the cure, wherever it is called."""
+
+    class Odd(CounterTool):
+        pass
+
+    setattr(Odd, method, lambda self, *args, **kwargs: "x")
+    registry = ToolRegistry()
+    registry.add_class(Odd)
+    tools = ToolExecutor(registry).open("t")
+    texts = []
+    async with tools:
+        (outcome,) = await tools.run([make_call("counter")])
+        texts.append(outcome.message["content"])
+        try:
+            await tools.calc_rewards()
+        except ToolRewardError as error:
+            texts.append(str(error))
+    text = " ".join([*texts, *tools.release_failures])
+    assert "must be asynchronous, got str; write `async def`" in text

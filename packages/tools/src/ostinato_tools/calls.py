@@ -4,6 +4,8 @@ from enum import StrEnum
 
 import msgspec
 
+from ostinato_tools.errors import ToolConfigError
+
 
 class ToolCall(msgspec.Struct, frozen=True):
     """A call as the model wrote it. A malformed call is a call with an `error`; it is never executed."""
@@ -59,3 +61,20 @@ class CallFailed(Exception):
         super().__init__(kind, text)
         self.kind = kind
         self.text = text
+
+
+def check_calls(calls: object) -> None:
+    """Require that `calls` is a list or tuple of calls.
+
+    Raises:
+        ToolConfigError: it is something else, such as one call.
+    """
+    wrong: object = calls
+    if isinstance(calls, list | tuple):
+        others = [call for call in calls if not isinstance(call, ToolCall)]
+        if not others:
+            return
+        wrong = others[0]
+    raise ToolConfigError(
+        f"calls must be a list of ToolCall, got {type(wrong).__name__}; pass the tool_calls of a parsed turn"
+    )

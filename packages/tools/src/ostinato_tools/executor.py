@@ -78,6 +78,10 @@ class ToolExecutor:
         Raises:
             ToolConfigError: a value is out of range.
         """
+        if not isinstance(registry, ToolRegistry):
+            raise ToolConfigError(
+                f"registry must be a ToolRegistry, got {type(registry).__name__}; write ToolRegistry([...]) or load_tools"
+            )
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
             raise ToolConfigError(f"timeout_s must be a positive finite number, got {timeout_s!r}; give seconds")
         if max_response_length is not None and (
@@ -132,10 +136,12 @@ class ToolExecutor:
 
         Raises:
             UnknownToolError: `names` or `tools_kwargs` names a tool that is not registered.
-            ToolConfigError: `tools_kwargs` has another form.
+            ToolConfigError: `tools_kwargs` or `names` has another form.
             ToolClosedError: the executor is closed.
         """
         self._require_open()
+        if isinstance(names, str):
+            raise ToolConfigError(f"names must be a list of names, got the text {names!r:.80}; write [{names!r:.80}]")
         selection = self.registry.names if names is None else tuple(dict.fromkeys(names))
         known = self._selections.get(selection)
         if known is None:

@@ -60,7 +60,15 @@ class ToolRegistry:
     """Tools by name, in the order in which they were added."""
 
     def __init__(self, tools: Iterable[FunctionTool] = ()) -> None:
-        """Register function tools; see `add_function`."""
+        """Register function tools; see `add_function`.
+
+        Raises:
+            ToolDefinitionError: `tools` is no list of tools.
+        """
+        if not isinstance(tools, Iterable):
+            raise ToolDefinitionError(
+                f"tools must be a list of tools, got {type(tools).__name__}; write [tool], or load_tools for files"
+            )
         self._definitions: dict[str, ToolDefinition] = {}
         for tool in tools:
             self.add_function(tool)

@@ -64,6 +64,22 @@ def normalize_result(result: Any) -> tuple[ToolResponse, float, dict]:
     return _as_response(response), _as_reward(reward), _as_metrics(metrics)
 
 
+def message_content(text: str, response: ToolResponse | None) -> str | list[dict]:
+    """Return the content of a tool's message: its text or, where there are media, parts.
+
+    Args:
+        text: The text as the model shall read it.
+        response: Where the media are, if there are any.
+    """
+    if response is None or not (response.image or response.video):
+        return text
+    content = [{"type": "image", "image": image} for image in response.image or ()]
+    content += [{"type": "video", "video": video} for video in response.video or ()]
+    if text:
+        content.append({"type": "text", "text": text})
+    return content
+
+
 def _as_response(value: Any) -> ToolResponse:
     if isinstance(value, str):
         response = ToolResponse(text=value)

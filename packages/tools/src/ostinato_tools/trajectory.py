@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ostinato_tools.base import BaseTool
-from ostinato_tools.calls import CallFailed, OutcomeKind, ToolCall, ToolOutcome
+from ostinato_tools.calls import CallFailed, OutcomeKind, ToolCall, ToolOutcome, check_calls
 from ostinato_tools.deadline import DeadlineExceeded, run_bounded, stop
 from ostinato_tools.errors import ToolClosedError, ToolRewardError
 from ostinato_tools.failures import describe, spoken_failure, unspoken_failure
-from ostinato_tools.responses import ToolResponse, normalize_result, short_repr
+from ostinato_tools.responses import ToolResponse, message_content, normalize_result, short_repr
 
 if TYPE_CHECKING:
     from ostinato_tools.executor import BoundTool, ToolExecutor
@@ -131,8 +131,10 @@ class TrajectoryTools:
 
         Raises:
             ToolClosedError: the tools are not open.
+            ToolConfigError: `calls` is no list or tuple of calls.
         """
         self._require_open()
+        check_calls(calls)
         if len(calls) != 1:
             return await self._run_many(calls)
         outcome = await self._run_one(calls[0])  # not inside of a list, which would wait with it
@@ -202,7 +204,12 @@ class TrajectoryTools:
         return ToolOutcome(
             call=call,
             kind=kind,
-            message={"role": "tool", "content": _content(text, response), "tool_call_id": call.id, "name": call.name},
+            message={
+                "role": "tool",
+                "content": message_content(text, response),
+                "tool_call_id": call.id,
+                "name": call.name,
+            },
             reward=reward,
             metrics=metrics,
             seconds=seconds,
@@ -300,7 +307,7 @@ class TrajectoryTools:
     async def _begin(self, bound: "BoundTool", tool: BaseTool, instance_id: str) -> None:
         # Here rather than by the caller: a create that is cancelled before its first step asks for no release.
         self._begun[instance_id] = (bound, tool)
-        await tool.create(instance_id, **self._kwargs(bound.name, "create_kwargs"))
+        await _call(tool.create, instance_id, kwargs=self._kwargs(bound.name, "create_kwargs"))
 
     def _failed(self, bound: "BoundTool", error: Exception) -> CallFailed:
         """How a call ends whose coroutine ended with `error`."""
@@ -359,7 +366,10 @@ class TrajectoryTools:
 
 async def _call(method: Callable[..., Any], *args: Any, kwargs: dict) -> Any:
     # A method that is no coroutine function fails inside the deadline, as any other.
-    return await method(*args, **kwargs)
+    result = method(*args, **kwargs)
+    if not hasattr(result, "__await__"):
+        raise TypeError(f"{method.__qualname__} must be asynchronous, got {type(result).__name__}; write `async def`")
+    return await result
 
 
 def _closed(bound: "BoundTool") -> CallFailed:
@@ -383,13 +393,3 @@ def _own(value: Any) -> Any:
     if type(value) is list:
         return [_own(item) if type(item) in (dict, list) else item for item in value]
     return dict(value) if isinstance(value, Mapping) else value
-
-
-def _content(text: str, response: ToolResponse | None) -> str | list[dict]:
-    if response is None or not (response.image or response.video):
-        return text
-    content = [{"type": "image", "image": image} for image in response.image or ()]
-    content += [{"type": "video", "video": video} for video in response.video or ()]
-    if text:
-        content.append({"type": "text", "text": text})
-    return content

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from ostinato_tools.parsers.base import CallDelta, ErrorDelta, ParsedTurn, TurnStream, strip_end_tokens
 from ostinato_tools.parsers.scanning import Tags
-from ostinato_tools.parsers.streaming import GrammarStream
+from ostinato_tools.parsers.streaming import GrammarStream, check_text
 from ostinato_tools.parsers.turn import Steps, Turn
 
 
@@ -56,7 +56,11 @@ class Format(ABC):
             late_reasoning: A closing tag of reasoning that nothing opened makes everything before it reasoning, as if
                 `in_reasoning` had been given. Else it is an error.
             calls_in_reasoning: Calls inside reasoning count, where the format sets them off by tags. Else they are drafts.
+
+        Raises:
+            ParserInputError: `text` is no string; nothing is raised for what stands in one.
         """
+        check_text(text)
         tokens = self.end_tokens if end_tokens is None else end_tokens
         turn = Turn(
             strip_end_tokens(text, tokens),

@@ -35,9 +35,14 @@ class GrammarStream:
         self._advance()
 
     def feed(self, text: str) -> list[Delta]:
-        """Take more of the text and return what has become certain by it."""
+        """Take more of the text and return what has become certain by it.
+
+        Raises:
+            ParserInputError: it is no text, or the stream was finished.
+        """
         if self._turn.ended:
             raise ParserInputError("a stream must not be fed after finish(), got more text; begin another stream")
+        check_text(text)
         if certain := self._tail.push(text):
             self._turn.append(certain)
             self._advance()
@@ -63,6 +68,18 @@ class GrammarStream:
     def _advance(self) -> None:
         if not self._is_read:
             self._is_read = next(self._steps, True) is True
+
+
+def check_text(text: object) -> None:
+    """Require that what is to be parsed is text.
+
+    Raises:
+        ParserInputError: it is something else.
+    """
+    if not isinstance(text, str):
+        raise ParserInputError(
+            f"text must be a string, got {type(text).__name__}; decode token ids with their special tokens"
+        )
 
 
 class _Tail:
