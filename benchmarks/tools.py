@@ -25,7 +25,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from benchmarks.tool_turns import JSON_FORMATS, TOOL, example_calls, hostile_texts, render
-from ostinato_tools import ToolCall, ToolExecutor, ToolPolicy, ToolRegistry, function_tool, get_parser
+from ostinato_tools import FunctionTool, ToolCall, ToolExecutor, ToolPolicy, ToolRegistry, function_tool, get_parser
 from ostinato_tools.parsers import PARSERS
 
 NUM_SLEEPERS = 10_000
@@ -102,15 +102,15 @@ def call_of(name: str, arguments: dict) -> ToolCall:
     return ToolCall(name=name, arguments=arguments, raw_arguments=json.dumps(arguments), id="call_0")
 
 
-async def call_ratio(tool: Callable[..., Awaitable[object]], arguments: dict, rounds: int) -> float:
+async def call_ratio(tool: FunctionTool, arguments: dict, rounds: int) -> float:
     """Time of a call through the executor over that of a bare task around the function."""
-    executor, name = ToolExecutor(ToolRegistry([tool])), tool.name  # type: ignore[arg-type, attr-defined]
+    executor, name = ToolExecutor(ToolRegistry([tool])), tool.name
     call = call_of(name, arguments)
     async with executor.open("bench") as tools:
 
         async def bare() -> None:
             for _ in range(NUM_CALLS):
-                await asyncio.create_task(tool(**arguments))  # type: ignore[arg-type]
+                await asyncio.create_task(tool.function(**arguments))
 
         async def ours() -> None:
             for _ in range(NUM_CALLS):
@@ -130,7 +130,7 @@ async def sleepers_ratio(rounds: int) -> float:
     executor = ToolExecutor(ToolRegistry([sleeper]))
 
     async def bare() -> None:
-        await asyncio.gather(*(asyncio.create_task(sleeper()) for _ in range(NUM_SLEEPERS)))
+        await asyncio.gather(*(asyncio.create_task(sleeper.function()) for _ in range(NUM_SLEEPERS)))
 
     async def one_turn() -> None:
         async with executor.open("bench") as tools:
