@@ -1,8 +1,10 @@
 """The parts of the vLLM adapter that need no vLLM: what a log says, what a checkpoint holds, what is sampled from."""
 
+import asyncio
 import json
 import pickle
 import struct
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +27,7 @@ from ostinato_engines import (
     TensorSpec,
     UnsupportedError,
     WeightManifest,
+    WeightUpdateError,
 )
 from ostinato_engines.testing import reference_distribution
 from ostinato_engines.vllm_engine.diagnosis import explain, last_lines_that_matter, likely_cure
@@ -35,9 +38,11 @@ torch = pytest.importorskip("torch")
 
 from ostinato_engines.vllm_engine.answers import Conversing, to_token_output  # noqa: E402
 from ostinato_engines.vllm_engine.checkpoint import CheckpointTensors  # noqa: E402
+from ostinato_engines.vllm_engine.fan_out import send_to_all  # noqa: E402
 from ostinato_engines.vllm_engine.filtering import filtered  # noqa: E402
 from ostinato_engines.vllm_engine.sampling import FILTERS_KEY, to_vllm  # noqa: E402
 from ostinato_engines.vllm_server import VLLMServer  # noqa: E402
+from ostinato_engines.weight_transfer import WeightListener, WeightReceiver, connect  # noqa: E402
 
 LOG = """(EngineCore 10) INFO Initializing an engine
 (Worker 11) ERROR WorkerProc hit an exception.
@@ -252,6 +257,76 @@ def test_outputs_in_the_contract_s_words():
         result_of([1], "length"), SamplingParams(logprobs=False), Conversing("a#3", [0]), exact=False
     )
     assert (silent.logprobs, silent.policy_versions[0].exact) == (None, True)
+
+
+def take_all(path, tensors, *, fail_after=None):
+    """A worker: copies what comes, or gives up."""
+    receiver = WeightReceiver(connect(path))
+    update = receiver.next_update()
+    try:
+        for name, tensor in update:
+            tensors[name] = tensor.clone()
+            if len(tensors) == fail_after:
+                raise MemoryError("this worker is full")
+        update.finish()
+    except Exception as error:
+        with suppress(WeightUpdateError):
+            update.fail(error)
+    with suppress(WeightUpdateError):
+        receiver.next_update()
+    receiver.close()
+
+
+async def fan_out(weights, *, num_workers=3, fail_after=None):
+    """Sends to some workers, the last of which may fail; returns what each got."""
+    named = [(f"w{index}", torch.full((index + 1, 3), float(index))) for index in range(5)]
+    got = [{} for _ in range(num_workers)]
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(WeightListener()) for _ in got]
+        works = [
+            asyncio.ensure_future(
+                asyncio.to_thread(
+                    take_all, listener.path, tensors, fail_after=fail_after if tensors is got[-1] else None
+                )
+            )
+            for listener, tensors in zip(listeners, got, strict=True)
+        ]
+        try:
+            await send_to_all(listeners, WeightManifest.from_tensors(1, named), weights(named))
+        finally:
+            await asyncio.gather(*works)
+    return named, got
+
+
+async def test_every_worker_gets_every_tensor():
+    """One stream reaches all workers whole, and is read once."""
+    reads = []
+
+    def weights(named):
+        for name, tensor in named:
+            reads.append(name)
+            yield name, tensor.clone()
+
+    named, got = await fan_out(weights)
+    assert reads == [name for name, _ in named]
+    for tensors in got:
+        assert list(tensors) == reads
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in named)
+
+
+async def test_a_failure_ends_the_stream_for_all():
+    """A worker that fails, and a source that breaks off, end everybody's update with the error that began it."""
+    with pytest.raises(WeightUpdateError, match="this worker is full"):
+        await fan_out(iter, fail_after=2)
+
+    def broken(named):
+        yield named[0]
+        raise OSError("the disk is gone")
+
+    with pytest.raises(WeightUpdateError, match="the disk is gone"):
+        await fan_out(broken)
+    with pytest.raises(WeightUpdateError, match="w4"):
+        await fan_out(lambda named: iter(named[:-1]))
 
 
 async def test_a_server_that_was_never_started():

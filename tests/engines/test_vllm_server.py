@@ -27,6 +27,7 @@ from ostinato_engines import (
     StopReason,
     UnsupportedError,
     WeightManifest,
+    WeightUpdateError,
 )
 from ostinato_engines.testing import Scope, WeightUpdate, check_server, reference_distribution
 from ostinato_engines.vllm_server import VLLMServer
@@ -220,7 +221,7 @@ async def test_chat_through_vllm(server):
         {"stream": True},
         {"messages": []},
         {"max_tokens": -1},
-        {"messages": [{"role": "user", "content": "w1 " * 300}]},
+        {"messages": [{"role": "user", "content": "w1 " * MAX_LEN}]},
     ):
         with pytest.raises(EngineInputError):
             await server.chat_completion({**request, **wrong})
@@ -239,6 +240,24 @@ async def test_types_of_updates(server):
     await server.update_weights(WeightManifest.from_tensors(server.policy_version + 1, whole), whole)
     out = await server.generate([1, 2], {"max_tokens": 5, "temperature": 0}, "tied")
     assert out.token_ids[0] == int(forward_of(model)([1, 2])[-1].argmax())
+
+
+async def test_an_update_that_breaks_off_within_a_layer_leaves_nothing(server):
+    """Parts of a layer that came before a failure do not meet those of the next update: its logprobs are the new model's."""
+    broken, whole = update_to(8, server.policy_version + 1), update_to(9, server.policy_version + 1)
+
+    def breaking_off():
+        for name, tensor in broken.make_weights():
+            yield name, tensor
+            if name.endswith("q_proj.weight"):
+                raise OSError("the sender went away")
+
+    with pytest.raises(WeightUpdateError, match="the sender went away"):
+        await server.update_weights(broken.manifest, breaking_off())
+    with pytest.raises(EngineNotReadyError):
+        await server.generate([1, 2], {"max_tokens": 2}, "between")
+    await server.update_weights(whole.manifest, whole.make_weights())
+    await check_server(server, vocab_size=VOCAB, forward=whole.forward, checks=("logprobs",), end_with_shutdown=False)
 
 
 async def test_the_last_check(server):

@@ -57,7 +57,7 @@ class VLLMServer(AsyncServerBase):
         dtype: Of weights and cache; "auto" takes the checkpoint's. Logprobs are float32.
         max_model_len: Prompt and output together; by default what the model has positions for.
         max_num_seqs: Requests that are computed at a time.
-        tensor_parallel_size: Devices that share the model. Weights can be updated with one device only.
+        tensor_parallel_size: Devices that share the model.
         gpu_memory_utilization: Part of a device's memory for weights and cache together.
         enforce_eager: Starts faster and runs slower: no graphs are captured.
         seed: Of what is sampled by requests that bring no seed.
@@ -245,6 +245,10 @@ class VLLMServer(AsyncServerBase):
             raise request.failure or self._crashed(error) from error
         except EngineError:
             raise
+        except engine.parts.refusals as error:
+            raise EngineInputError(
+                f"request {request.engine_id!r} must be one that vllm serves, got {error}; mend the request"
+            ) from error
         # vLLM's other errors concern this request only.
         except Exception as error:
             raise EngineCrashedError(

@@ -12,8 +12,9 @@ from ostinato_engines.vllm_engine.probe import ChatParts
 class ChatEndpoint:
     """The chat endpoint of one engine; see `make_endpoint`."""
 
-    def __init__(self, chat: Any, request_type: Any, model: str) -> None:
+    def __init__(self, chat: Any, request_type: Any, model: str, refusals: tuple[type[Exception], ...]) -> None:
         self._chat = chat
+        self._refusals = refusals
         self._request_type = request_type
         self._model = model
 
@@ -37,8 +38,7 @@ class ChatEndpoint:
         try:
             request = self._request_type(**{**raw_request, "model": raw_request.get("model") or self._model})
             response = await self._chat.create_chat_completion(request)
-        # vLLM says with a ValueError of its own, or pydantic's, what is wrong with a request.
-        except ValueError as error:
+        except self._refusals as error:
             raise EngineInputError(
                 f"chat request must be one that vLLM serves, got {error}; mend the request"
             ) from error
@@ -50,7 +50,9 @@ class ChatEndpoint:
         return response.model_dump(mode="json")
 
 
-async def make_endpoint(llm: Any, model: str, parts: ChatParts) -> ChatEndpoint | None:
+async def make_endpoint(
+    llm: Any, model: str, parts: ChatParts, refusals: tuple[type[Exception], ...]
+) -> ChatEndpoint | None:
     """The endpoint of a started engine; None where the model has no tokenizer or no chat template."""
     tokenizer = getattr(llm, "tokenizer", None)
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
@@ -59,7 +61,7 @@ async def make_endpoint(llm: Any, model: str, parts: ChatParts) -> ChatEndpoint 
     state = SimpleNamespace()
     await parts.init_app_state(llm, state, args, supported_tasks=await llm.get_supported_tasks())
     chat = getattr(state, "openai_serving_chat", None)
-    return None if chat is None else ChatEndpoint(chat, parts.chat_request, model)
+    return None if chat is None else ChatEndpoint(chat, parts.chat_request, model, refusals)
 
 
 def has_tokenizer(model: str) -> bool:

@@ -78,6 +78,8 @@ class VLLMParts:
     tokens_input: Any
     lora_request: Any
     dead_error: type[Exception]
+    refusals: tuple[type[Exception], ...]
+    """What it raises where a request is wrong."""
     device_type: str
     """The kind of device that vLLM found."""
     device_count: int
@@ -118,6 +120,7 @@ def find_vllm() -> VLLMParts:
         tokens_input=_part("vllm.inputs.engine:tokens_input"),
         lora_request=_part("vllm.lora.request:LoRARequest"),
         dead_error=_part("vllm.v1.engine.exceptions:EngineDeadError"),
+        refusals=(ValueError, *_refusals()),
         device_type=str(device.device_type),
         device_count=int(device.device_count()) if hasattr(device, "device_count") else 1,
         weight_versions=hasattr(async_llm, "update_weight_version"),
@@ -185,6 +188,12 @@ def _require(owner: str, names: Iterable[str], present: Iterable[str]) -> None:
             f"vllm's {owner} must have {', '.join(missing)}, got version {metadata_version()} without; "
             f"install {OLDEST} or newer"
         )
+
+
+def _refusals() -> list[type[Exception]]:
+    names = ("VLLMClientError", "VLLMValidationError")
+    found = [_first((f"vllm.exceptions:{name}",)) for name in names]
+    return [kind for kind in found if kind is not None]
 
 
 def _chat_parts() -> ChatParts | None:

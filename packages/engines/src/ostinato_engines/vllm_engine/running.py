@@ -2,23 +2,24 @@
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ostinato_engines.errors import EngineError, EngineInputError, UnsupportedError
+from ostinato_engines.errors import EngineError, EngineInputError, UnsupportedError, WeightUpdateError
 from ostinato_engines.types import PauseMode, WeightManifest
 from ostinato_engines.vllm_engine.checkpoint import CheckpointTensors
 from ostinato_engines.vllm_engine.endpoint import ChatEndpoint, make_endpoint
+from ostinato_engines.vllm_engine.fan_out import send_to_all
 from ostinato_engines.vllm_engine.launch import LaunchOptions
 from ostinato_engines.vllm_engine.probe import VLLMParts
-from ostinato_engines.weight_transfer import WeightListener, WeightSender, send_weights
+from ostinato_engines.weight_transfer import WeightListener
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_CONNECT_S = 60.0
+_LAST_WORD_S = 2.0
 
 
 @dataclass(kw_only=True)
@@ -42,7 +43,7 @@ class RunningEngine:
             # The answer is kept by vLLM: from now on a request is known to it as soon as it is sent.
             await llm.get_supported_tasks()
             tensors, why_not = _tensors_of(llm, options, cast_weights=cast_weights)
-            chat = None if parts.chat is None else await make_endpoint(llm, options.model, parts.chat)
+            chat = None if parts.chat is None else await make_endpoint(llm, options.model, parts.chat, parts.refusals)
             adapter = None if lora is None else parts.lora_request("adapter", 1, str(lora))
             if adapter is not None:
                 await llm.add_lora(adapter)
@@ -50,6 +51,11 @@ class RunningEngine:
             await asyncio.to_thread(llm.shutdown)
             raise
         return cls(llm=llm, parts=parts, chat=chat, lora=adapter, tensors=tensors, why_no_update=why_not)
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that hold a part of the model."""
+        return int(self.llm.vllm_config.parallel_config.world_size)
 
     @property
     def max_model_len(self) -> int:
@@ -147,32 +153,32 @@ class RunningEngine:
             raise
 
     async def _send(self, manifest: WeightManifest, weights: "Iterable[tuple[str, Tensor]]") -> None:
-        """Streams through shared memory to the worker, which is told where to come for it."""
-        with WeightListener() as listener:
-            receiving = asyncio.ensure_future(
-                self.llm.collective_rpc("ostinato_receive_weights", args=(str(listener.path),))
-            )
+        """Streams through shared memory to the workers, each of which is told where to come for it."""
+        with ExitStack() as stack:
+            listeners = [stack.enter_context(WeightListener()) for _ in range(self.num_workers)]
+            paths = [str(listener.path) for listener in listeners]
+            receiving = asyncio.ensure_future(self.llm.collective_rpc("ostinato_receive_weights", args=(paths,)))
+            sending = asyncio.ensure_future(send_to_all(listeners, manifest, weights))
             try:
-                connecting = asyncio.ensure_future(asyncio.to_thread(listener.accept, timeout_s=_CONNECT_S))
-                await asyncio.wait([receiving, connecting], return_when=asyncio.FIRST_COMPLETED)
-                if receiving.done():
-                    receiving.result()
-                sender = WeightSender(await connecting)
-                try:
-                    await send_weights(sender, manifest, weights)
-                finally:
-                    sender.close()
+                await asyncio.wait([receiving, sending], return_when=asyncio.FIRST_COMPLETED)
+                if not sending.done():
+                    # Workers that give up before they come know why; where they came, the sender does.
+                    await asyncio.wait([sending], timeout=_LAST_WORD_S)
+                if not sending.done():
+                    failures = [text for text in receiving.result() if text]
+                    raise WeightUpdateError(f"workers must take the weights, got {failures}; send a complete update")
+                await sending
             finally:
-                # It ends with the sender, and has nothing to say that the sender does not know better.
+                sending.cancel()
                 with suppress(Exception):
                     await receiving
+                with suppress(Exception, asyncio.CancelledError):
+                    await sending
 
 
 def _tensors_of(llm: Any, options: LaunchOptions, *, cast_weights: bool) -> tuple[CheckpointTensors | None, str]:
     """What updates must name, or why there can be none."""
     config = llm.model_config
-    if options.tensor_parallel_size > 1:
-        return None, "its model is spread over several devices; use tensor_parallel_size=1"
     if config.quantization is not None:
         return None, f"its weights are quantized ({config.quantization}); serve the checkpoint unquantized"
     try:

@@ -1,13 +1,15 @@
-"""Runs in vLLM's workers: takes new weights from `ostinato_engines.weight_transfer`, by one call with one string.
+"""Runs in vLLM's workers: takes new weights from `ostinato_engines.weight_transfer`, by one call with a path.
 
-vLLM mixes `WeightExtension` into its worker class. Nothing is unpickled: the call carries the path of a socket in a folder
+vLLM mixes `WeightExtension` into its worker class. Nothing is unpickled: the call carries the paths of sockets in folders
 that only this user can enter, and what comes through it is MessagePack and bytes in shared memory.
 """
 
 from collections import defaultdict
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ostinato_engines.errors import WeightUpdateError
 from ostinato_engines.weight_transfer import WeightReceiver, connect
 
 if TYPE_CHECKING:
@@ -17,23 +19,32 @@ if TYPE_CHECKING:
 class WeightExtension:
     """Methods that vLLM's `collective_rpc` can name; the rest of `self` is vLLM's worker."""
 
+    rank: int
     model_runner: Any
     vllm_config: Any
     reload_weights: Any
 
-    def ostinato_receive_weights(self, path: str) -> None:
-        """Replaces the model's weights by the update that is offered at `path`.
+    def ostinato_receive_weights(self, paths: list[str]) -> str:
+        """Replaces the model's weights by the update that is offered at this worker's path.
 
-        Raises:
-            WeightUpdateError: The stream broke off. The model then holds a mixture, and takes another update.
+        Returns:
+            What went wrong, or nothing. After a failure the model holds a mixture, and takes another update. It is not
+            raised: where several workers raise, vLLM reads one answer, and takes the next for that of its next call.
         """
-        receiver = WeightReceiver(connect(path))
         try:
-            update = receiver.next_update()
-            if update is not None:
-                self._ostinato_apply(update)
-        finally:
-            receiver.close()
+            receiver = WeightReceiver(connect(paths[self.rank]))
+            try:
+                update = receiver.next_update()
+                if update is not None:
+                    self._ostinato_apply(update)
+            finally:
+                with suppress(WeightUpdateError):
+                    receiver.next_update()  # waits for the goodbye: the sender must read first what became of the update
+                receiver.close()
+        # The border between two processes, whose other end raises it.
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def _ostinato_apply(self, update: "IncomingUpdate") -> None:
         try:
@@ -43,8 +54,11 @@ class WeightExtension:
             self._ostinato_pack_tied()
             update.finish()
         except BaseException as error:
-            update.fail(error)
-            self._ostinato_forget_parts()
+            try:
+                self._ostinato_forget_parts()
+            finally:
+                with suppress(WeightUpdateError):  # the sender may be gone
+                    update.fail(error)
             raise
 
     def _ostinato_pack_tied(self) -> None:

@@ -1,0 +1,243 @@
+"""VLLMServer on this machine: does it keep the contract, how fast is it, and what do logprobs and updates cost.
+
+    python -m benchmarks.vllm_server [--part conformance|speed|update|sleep] [--shape small|qwen3-1.7b | --model FOLDER] [--dtype NAME] [--eager]
+        [--requests N] [--new-tokens N] [--pairs N] [--tensor-parallel N] [--tolerance X]
+
+Runs in an environment that has vllm and ostinato-engines. The model is random with the given shape, unless a checkpoint is named. `speed`
+interleaves the same requests without and with the sampled token's logprob, and through vLLM's own final-only way; medians count.
+`vllm_logprob_cost` is the share of the tokens per second that logprobs take; `vllm_vs_plain` compares with vLLM asked directly, with its default
+form of logprobs. `update` gives seconds of a whole weight update and its ratio to copying the same bytes once. `sleep` gives the device memory that
+each level frees. The last line is JSON.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ostinato_engines import SamplingParams, WeightManifest
+from ostinato_engines.testing import WeightUpdate, check_server
+from ostinato_engines.vllm_server import VLLMServer
+
+PROMPT_TOKENS = 64
+SHAPES: dict[str, dict[str, int]] = {
+    "small": {
+        "vocab_size": 8192,
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 1536,
+    },
+    "qwen3-1.7b": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+    },
+}
+
+
+def new_model(shape: str, dtype: str, seed: int) -> Any:
+    """A random Qwen3; the same arguments give the same weights."""
+    torch.manual_seed(seed)
+    config = transformers.Qwen3Config(
+        **SHAPES[shape], max_position_embeddings=16384, tie_word_embeddings=True, initializer_range=0.05
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+
+
+def load(folder: str, dtype: str) -> Any:
+    """A checkpoint's model."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+
+
+def forward_of(model: Any) -> Any:
+    """Ids to float64 logits [n, vocab] of a plain forward."""
+
+    def forward(ids: Any) -> Any:
+        with torch.no_grad():
+            return model(input_ids=torch.tensor([list(ids)])).logits[0].double().numpy()
+
+    return forward
+
+
+def weights_of(model: Any, version: int) -> tuple[WeightManifest, list[tuple[str, torch.Tensor]]]:
+    """All parameters, and what they are."""
+    named = [(name, tensor.detach()) for name, tensor in model.named_parameters()]
+    return WeightManifest.from_tensors(version, named), named
+
+
+async def conformance(server: VLLMServer, options: argparse.Namespace, model: Any) -> dict[str, Any]:
+    """The suite in its full scope, weight updates included; it ends the server."""
+    other = new_model(options.shape, options.dtype, 1) if options.model is None else None
+    update = None
+    if other is not None:
+        manifest, named = weights_of(other, 1)
+        update = WeightUpdate(manifest, lambda: iter(named), forward_of(other))
+    report = await check_server(
+        server,
+        vocab_size=model.config.vocab_size,
+        forward=forward_of(model),
+        weight_update=update,
+        scope="full",
+        logprob_tolerance=options.tolerance,
+        deadline_s=300.0,
+    )
+    return {
+        "passed": sum(not result.skipped for result in report.results),
+        "skipped": {result.name: result.skipped for result in report.results if result.skipped},
+    }
+
+
+async def speed(server: VLLMServer, options: argparse.Namespace, model: Any) -> dict[str, Any]:
+    """Tokens per second of equal requests, in interleaved runs."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (options.requests, PROMPT_TOKENS)
+    prompts = torch.randint(0, model.config.vocab_size, shape, generator=generator).tolist()
+    ways = {
+        "none": lambda: ours(server, prompts, options.new_tokens, logprobs=False),
+        "logprobs": lambda: ours(server, prompts, options.new_tokens, logprobs=True),
+        "plain": lambda: plain(server, prompts, options.new_tokens),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for round_number in range(options.pairs + 1):
+        for name, way in ways.items():
+            await server.reset_prefix_cache()
+            start = time.perf_counter()
+            await way()
+            if round_number:  # the first warms up
+                seconds[name].append(time.perf_counter() - start)
+    num_tokens = options.requests * options.new_tokens
+    rate = {name: num_tokens / statistics.median(values) for name, values in seconds.items()}
+    return {
+        **{f"tok_s_{name}": round(value, 1) for name, value in rate.items()},
+        "vllm_logprob_cost": round(1 - rate["logprobs"] / rate["none"], 3),
+        "vllm_vs_plain": round(rate["logprobs"] / rate["plain"], 3),
+    }
+
+
+async def ours(server: VLLMServer, prompts: list[list[int]], new_tokens: int, *, logprobs: bool) -> None:
+    """All requests at once through the server."""
+    params = SamplingParams(max_tokens=new_tokens, logprobs=logprobs)
+    outs = await asyncio.gather(*(server.generate(prompt, params, f"r{index}") for index, prompt in enumerate(prompts)))
+    assert all(len(out.token_ids) == new_tokens for out in outs)
+    assert all((out.logprobs is not None) == logprobs for out in outs)
+
+
+async def plain(server: VLLMServer, prompts: list[list[int]], new_tokens: int) -> None:
+    """The same of vLLM directly: final output only, logprobs in its default form."""
+    engine = server._engine
+    assert engine is not None
+    params = engine.parts.sampling_params(
+        max_tokens=new_tokens, logprobs=0, ignore_eos=True, detokenize=False, output_kind=engine.parts.final_only
+    )
+
+    async def one(index: int, prompt: list[int]) -> None:
+        async for _ in engine.llm.generate(
+            {"prompt_token_ids": prompt}, params, f"plain-{index}-{time.monotonic_ns()}"
+        ):
+            pass
+
+    await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts)))
+
+
+async def update(server: VLLMServer, options: argparse.Namespace, model: Any) -> dict[str, Any]:
+    """Whole updates, against copying the same bytes once."""
+    seconds, copies = [], []
+    for version in range(1, options.pairs + 2):
+        manifest, named = weights_of(model, version)
+        start = time.perf_counter()
+        for _, tensor in named:
+            torch.empty_like(tensor).copy_(tensor)
+        middle = time.perf_counter()
+        await server.update_weights(manifest, named)
+        copies.append(middle - start)
+        seconds.append(time.perf_counter() - middle)
+    out = await server.generate([1, 2, 3], {"max_tokens": 2, "temperature": 0}, "after")
+    assert out.policy_versions[-1].version == options.pairs + 1
+    took, copied = statistics.median(seconds[1:]), statistics.median(copies[1:])
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+    return {
+        "update_s": round(took, 3),
+        "copy_s": round(copied, 3),
+        "ratio": round(took / copied, 2),
+        "bytes": num_bytes,
+    }
+
+
+async def sleep(server: VLLMServer, options: argparse.Namespace, model: Any) -> dict[str, Any]:
+    """Bytes of the device that each level frees, as the device tells them."""
+    freed = {}
+    greedy = SamplingParams(max_tokens=8, temperature=0)
+    before = await server.generate([1, 2, 3], greedy, "before")
+    for level in server.capabilities().sleep_levels:
+        awake = torch.accelerator.get_memory_info()[0]
+        await server.sleep(level)
+        freed[f"freed_bytes_{level}"] = torch.accelerator.get_memory_info()[0] - awake
+        await server.wake_up()
+        if level == 2:
+            manifest, named = weights_of(model, server.policy_version + 1)
+            await server.update_weights(manifest, named)
+        after = await server.generate([1, 2, 3], greedy, f"after-{level}")
+        assert after.token_ids == before.token_ids, (level, before.token_ids, after.token_ids)
+    return freed
+
+
+async def run(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """One part, with an engine of its own."""
+    if options.model is None:
+        new_model(options.shape, options.dtype, 0).save_pretrained(folder)
+    model = load(options.model or folder, options.dtype)
+    server = VLLMServer(
+        options.model or folder,
+        dtype=options.dtype,
+        max_model_len=10_240 if options.part == "conformance" else PROMPT_TOKENS + options.new_tokens,
+        max_num_seqs=max(64, options.requests),
+        tensor_parallel_size=options.tensor_parallel,
+        enforce_eager=options.eager,
+        engine_args=json.loads(options.engine_args),
+    )
+    start = time.perf_counter()
+    await server.start()
+    started = time.perf_counter() - start
+    health = await server.health()
+    parts = {"conformance": conformance, "speed": speed, "update": update, "sleep": sleep}
+    try:
+        result = await parts[options.part](server, options, model)
+    finally:
+        await server.shutdown()
+    return {"part": options.part, "versions": health.detail, "start_s": round(started, 1), **result}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--part", choices=("conformance", "speed", "update", "sleep"), default="speed")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="small")
+    parser.add_argument("--model", help="a checkpoint instead of a random model")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="0.1 or so below float32")
+    parser.add_argument("--engine-args", default="{}", help="JSON, more of vLLM's engine arguments")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        print(json.dumps(asyncio.run(run(options, str(Path(scratch) / "model")))))
+
+
+if __name__ == "__main__":
+    main()

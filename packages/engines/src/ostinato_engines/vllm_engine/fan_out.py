@@ -1,0 +1,96 @@
+"""One stream of weights to the workers of an engine: each gets every tensor, and takes the part of it that it holds.
+
+Invariant: one tensor of the source lives at a time, and none is replaced before every worker has its copy.
+"""
+
+import asyncio
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from torch import Tensor
+
+from ostinato_engines.types import WeightManifest
+from ostinato_engines.weight_transfer import WeightListener, WeightSender
+
+CONNECT_S = 60.0
+_ANSWER_S = 600.0
+"""Longest wait for a worker: it loads a layer meanwhile, or makes a whole model ready."""
+
+
+class _Shared:
+    """An iterable that several threads read in step."""
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]], num_readers: int) -> None:
+        self._source = iter(weights)
+        self._item: tuple[str, Tensor] | None = None
+        self._step = threading.Barrier(num_readers, action=self._fetch)
+
+    def _fetch(self) -> None:
+        self._item = None
+        self._item = next(self._source, None)
+
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        while True:
+            self._step.wait()
+            if self._item is None:
+                return
+            yield self._item
+
+    def send(self, sender: WeightSender, manifest: WeightManifest) -> None:
+        """Sends all to one worker; a failure ends the others' sending too."""
+        try:
+            sender.send(manifest, self.read())
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Ends everybody's reading."""
+        self._step.abort()
+
+
+async def send_to_all(
+    listeners: Sequence[WeightListener],
+    manifest: WeightManifest,
+    weights: Iterable[tuple[str, Tensor]],
+) -> None:
+    """Streams to the workers that connect to these listeners; returns once the new weights serve in all.
+
+    Raises:
+        WeightUpdateError: A worker did not come, or failed, or the source did.
+    """
+    loop = asyncio.get_running_loop()
+    shared = _Shared(weights, len(listeners))
+    # A pool of its own: with fewer threads than readers, none would get on.
+    pool = ThreadPoolExecutor(len(listeners), thread_name_prefix="weights")
+    senders: list[WeightSender] = []
+    try:
+        accepted = [loop.run_in_executor(pool, partial(one.accept, timeout_s=CONNECT_S)) for one in listeners]
+        for outcome in await asyncio.gather(*accepted, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            senders.append(WeightSender(outcome, timeout_s=_ANSWER_S))
+        sends = [loop.run_in_executor(pool, shared.send, sender, manifest) for sender in senders]
+        try:
+            outcomes = await asyncio.shield(asyncio.gather(*sends, return_exceptions=True))
+        except asyncio.CancelledError:
+            for sender in senders:
+                sender.abort()
+            shared.abort()
+            await asyncio.wait(sends)
+            raise
+        _raise_first([outcome for outcome in outcomes if outcome is not None])
+    finally:
+        for sender in senders:
+            sender.close()
+        pool.shutdown(wait=False)
+
+
+def _raise_first(errors: Sequence[BaseException]) -> None:
+    """Raises the error that began it: those whose reading was ended only followed."""
+    followed = threading.BrokenBarrierError
+    first = [error for error in errors if not isinstance(error.__cause__, followed)]
+    for error in first or errors:
+        raise error
