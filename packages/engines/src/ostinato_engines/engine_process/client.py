@@ -62,6 +62,7 @@ class EngineProcess(AsyncServerBase):
         model: Path of a checkpoint.
         python: The interpreter; by default this one.
         settings: What the class takes by name beside the model; plain values. It gets those that it names.
+        environment: Variables of the process beside those of this one, such as the devices that it may see.
         start_timeout_s: Longest wait for the engine to start.
     """
 
@@ -72,6 +73,7 @@ class EngineProcess(AsyncServerBase):
         *,
         python: str | Path = sys.executable,
         settings: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
         start_timeout_s: float = 900.0,
     ) -> None:
         try:
@@ -82,6 +84,7 @@ class EngineProcess(AsyncServerBase):
                 f"settings must be plain values, got {error}; give numbers, texts and lists"
             ) from error
         self._python = str(python)
+        self._environment = {**_environment_for(self._python), **(environment or {})}
         self._start_timeout_s = start_timeout_s
         self._status = EngineStatus()
         self._starting = asyncio.Lock()
@@ -149,6 +152,7 @@ class EngineProcess(AsyncServerBase):
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
+                    env=self._environment,
                     start_new_session=True,
                 )
             ended = asyncio.ensure_future(self._process.wait())
@@ -355,3 +359,9 @@ class EngineProcess(AsyncServerBase):
         with self._log_file.open("rb") as file:
             file.seek(max(0, self._log_file.stat().st_size - _TAIL_BYTES))
             return file.read().decode(errors="replace")
+
+
+def _environment_for(python: str) -> dict[str, str]:
+    """The variables of this process, but for those that would lead another interpreter to this one's packages."""
+    ours = () if python == sys.executable else ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    return {name: value for name, value in os.environ.items() if name not in ours}

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,10 @@ _ENVIRONMENT = {
     # `exact_filters` is written for the other runner, whose order of filters and whose seeds are the ones we know.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
+
+
+_STARTING = threading.Lock()
+"""One engine of a process starts at a time: the environment of its processes is that of this one."""
 
 
 class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +111,7 @@ async def start_engine(options: LaunchOptions, parts: VLLMParts, log: EngineLog)
     arguments = engine_arguments(options, parts)
 
     def start() -> Any:
-        with _environment({**_ENVIRONMENT, **log.environment}):
+        with _STARTING, _environment({**_ENVIRONMENT, **log.environment}):
             return parts.async_llm.from_engine_args(parts.engine_args(**arguments))
 
     starting = asyncio.ensure_future(asyncio.to_thread(start))
