@@ -85,17 +85,15 @@ class _Words(dict[str, bytes]):
         ids = self._ids_of(word)
         if not self._forbidden.isdisjoint(ids):
             raise _LeftToTokenizer(word)
-        packed = array("i", ids).tobytes()
+        packed = array("I", ids).tobytes()
         if len(word) <= MAX_KEPT_LENGTH:
             if len(self) >= MAX_KEPT_WORDS:
                 self.clear()
             self[word] = packed
         return packed
 
-    def ids_of(self, words: list[str], length: int) -> array[int] | None:
-        """The ids of words that together have this many characters; None where the tokenizer must be asked."""
-        if len("".join(words)) != length:
-            return None
+    def ids_of(self, words: list[str]) -> array[int] | None:
+        """The ids of words that follow each other; None where the tokenizer must be asked."""
         try:
             return array("i", b"".join(map(self.__getitem__, words)))
         except _LeftToTokenizer:
@@ -158,14 +156,17 @@ class WordEncoder:
                 return None
             text = text if self._normalize is None else self._normalize(text)
             split = self._split
-        return self._words.ids_of(split(text), len(text))
+        words = split(text)
+        if len("".join(words)) != len(text):  # patterns may leave gaps
+            return None
+        return self._words.ids_of(words)
 
 
 class SentencePieceEncoder:
     """Encodes words that begin with a space, for which the vocabulary has a mark.
 
     Args:
-        split: Splits text where words begin.
+        split: Splits text where words begin, leaving nothing out.
         split_ascii: The same for ASCII text.
         always: Whether a space is put before the text even where it begins with one; None: none is put before any.
         words: The ids of a word.
@@ -184,7 +185,7 @@ class SentencePieceEncoder:
             split = self._split
         if self._always or (self._always is not None and not text.startswith(" ")):
             text = " " + text
-        return self._words.ids_of(split(text), len(text))
+        return self._words.ids_of(split(text))
 
 
 def fast_encoder(
