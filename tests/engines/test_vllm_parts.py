@@ -359,7 +359,9 @@ def _no_vllm(name):
     raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-@pytest.mark.parametrize("options", [{"tensor_parallel_size": 0}, {"max_num_seqs": 0}, {"lora": "nowhere"}])
+@pytest.mark.parametrize(
+    "options", [{"tensor_parallel_size": 0}, {"max_num_seqs": 0}, {"max_model_len": -1}, {"lora": "nowhere"}]
+)
 def test_wrong_options_are_refused(options):
     """A number below 1 and an adapter that is not there are errors that name them."""
     with pytest.raises(EngineInputError, match=next(iter(options))):

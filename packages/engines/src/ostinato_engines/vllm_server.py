@@ -32,7 +32,7 @@ from ostinato_engines.types import (
     TokenOutput,
     WeightManifest,
 )
-from ostinato_engines.vllm_engine.answers import Conversing, nothing_sampled, to_token_output
+from ostinato_engines.vllm_engine.answers import Conversing, nothing_sampled, to_token_output, until_gone
 from ostinato_engines.vllm_engine.diagnosis import explain
 from ostinato_engines.vllm_engine.engine_log import EngineLog
 from ostinato_engines.vllm_engine.launch import LaunchOptions, can_sleep, start_engine
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SLEEP_TAGS = ("kv_cache", "weights")
-_ABORT_WAIT_S = 30.0
 
 
 class VLLMServer(AsyncServerBase):
@@ -83,9 +82,6 @@ class VLLMServer(AsyncServerBase):
         chat_codec: ChatCodec | None = None,
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
-        for name, value in (("tensor_parallel_size", tensor_parallel_size), ("max_num_seqs", max_num_seqs)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise EngineInputError(f"{name} must be an integer of at least 1, got {value!r}; leave it out")
         self._options = LaunchOptions(
             model=str(model),
             dtype=dtype,
@@ -95,15 +91,10 @@ class VLLMServer(AsyncServerBase):
             gpu_memory_utilization=gpu_memory_utilization,
             enforce_eager=enforce_eager,
             seed=seed,
-            with_lora=lora is not None,
+            cast_weights=cast_weights,
+            lora=None if lora is None else str(lora),
             more=dict(engine_args or {}),
         )
-        if lora is not None and not (Path(lora) / "adapter_config.json").is_file():
-            raise EngineInputError(
-                f"lora must be a folder with an adapter_config.json, got {lora}; save the adapter there"
-            )
-        self._lora = lora
-        self._cast_weights = cast_weights
         self._codec = chat_codec
         if max_model_len is not None:
             self.max_model_len = max_model_len
@@ -131,9 +122,7 @@ class VLLMServer(AsyncServerBase):
                 return
             parts = await asyncio.to_thread(find_vllm)
             llm = await start_engine(self._options, parts, self._log)
-            self._engine = await RunningEngine.of(
-                llm, parts, self._options, lora=self._lora, cast_weights=self._cast_weights
-            )
+            self._engine = await RunningEngine.of(llm, parts, self._options)
             await self._engine.serve_version(self.policy_version)
             self.max_model_len = self._engine.max_model_len
             self._status.loaded = True
@@ -284,14 +273,8 @@ class VLLMServer(AsyncServerBase):
         for request in found:
             request.leave_gate(False)
         await engine.abort([request.engine_id for request in found])
-        await self._until_gone(found)
+        await until_gone(found)
         return sum(request.aborted for request in found)
-
-    async def _until_gone(self, requests: list[Conversing]) -> None:
-        """Returns once those who wait for these requests have their answers: vLLM has queued them already."""
-        async with asyncio.timeout(_ABORT_WAIT_S):
-            for request in requests:
-                await request.gone.wait()
 
     async def _fail_all(self, error_for: Any) -> None:
         """Answers everybody with an error."""
@@ -301,7 +284,7 @@ class VLLMServer(AsyncServerBase):
             request.leave_gate(failure)
         if self._engine is not None and not self._engine.is_dead:
             await self._engine.abort([request.engine_id for _, request in requests])
-        await self._until_gone([request for _, request in requests])
+        await until_gone([request for _, request in requests])
 
     def _crashed(self, error: BaseException) -> EngineCrashedError:
         """Notes that the engine is dead, and why, as far as its log tells."""
@@ -326,7 +309,7 @@ class VLLMServer(AsyncServerBase):
                 return
         await engine.pause(mode)
         if mode is PauseMode.ABORT:
-            await self._until_gone(under_way)
+            await until_gone(under_way)
 
     async def resume(self) -> None:
         engine = self._running()
@@ -352,7 +335,7 @@ class VLLMServer(AsyncServerBase):
             for request in doomed:
                 request.leave_gate(False)
             await engine.sleep(level)
-            await self._until_gone(doomed)
+            await until_gone(doomed)
             self._status.stale = self._status.stale or level == 2
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:

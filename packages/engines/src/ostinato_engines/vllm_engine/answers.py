@@ -1,12 +1,14 @@
 """What vLLM returns for a request, in the contract's words."""
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ostinato_engines.errors import EngineCrashedError, EngineError
 from ostinato_engines.types import PolicySpan, SamplingParams, StopReason, TokenOutput
 
+_ANSWER_S = 30.0
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 
 
@@ -35,6 +37,13 @@ class Conversing:
             self.gate.set_exception(outcome)
         else:
             self.gate.set_result(outcome)
+
+
+async def until_gone(requests: Iterable[Conversing]) -> None:
+    """Returns once those who wait for these requests have their answers: vLLM has queued them already."""
+    async with asyncio.timeout(_ANSWER_S):
+        for request in requests:
+            await request.gone.wait()
 
 
 def nothing_sampled(params: SamplingParams, reason: StopReason, version: int) -> TokenOutput:

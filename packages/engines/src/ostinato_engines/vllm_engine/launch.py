@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -37,7 +38,11 @@ _STARTING = threading.Lock()
 
 
 class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What `VLLMServer` was given; see there."""
+    """What `VLLMServer` was given; see there.
+
+    Raises:
+        EngineInputError: A number below 1, or an adapter that is not there.
+    """
 
     model: str
     dtype: str
@@ -47,8 +52,19 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float | None
     enforce_eager: bool
     seed: int
-    with_lora: bool
+    cast_weights: bool
+    lora: str | None
     more: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "max_num_seqs", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise EngineInputError(f"{name} must be an integer of at least 1, got {value!r}; leave it out")
+        if self.lora is not None and not (Path(self.lora) / "adapter_config.json").is_file():
+            raise EngineInputError(
+                f"lora must be a folder with an adapter_config.json, got {self.lora}; save the adapter there"
+            )
 
 
 def engine_arguments(options: LaunchOptions, parts: VLLMParts) -> dict[str, Any]:
@@ -80,7 +96,7 @@ def engine_arguments(options: LaunchOptions, parts: VLLMParts) -> dict[str, Any]
     }
     if can_sleep(parts):
         arguments["enable_sleep_mode"] = True
-    if options.with_lora:
+    if options.lora is not None:
         arguments["enable_lora"] = True
     for name in ("max_model_len", "max_num_seqs", "gpu_memory_utilization"):
         if getattr(options, name) is not None:

@@ -35,16 +35,14 @@ class RunningEngine:
     """Why weights cannot be updated; empty where they can."""
 
     @classmethod
-    async def of(
-        cls, llm: Any, parts: VLLMParts, options: LaunchOptions, *, lora: str | Path | None, cast_weights: bool
-    ) -> Self:
+    async def of(cls, llm: Any, parts: VLLMParts, options: LaunchOptions) -> Self:
         """Looks at a started engine; ends it where that fails."""
         try:
             # The answer is kept by vLLM: from now on a request is known to it as soon as it is sent.
             await llm.get_supported_tasks()
-            tensors, why_not = _tensors_of(llm, options, cast_weights=cast_weights)
+            tensors, why_not = _tensors_of(llm, options)
             chat = None if parts.chat is None else await make_endpoint(llm, options.model, parts.chat, parts.refusals)
-            adapter = None if lora is None else parts.lora_request("adapter", 1, str(lora))
+            adapter = None if options.lora is None else parts.lora_request("adapter", 1, options.lora)
             if adapter is not None:
                 await llm.add_lora(adapter)
         except BaseException:
@@ -176,7 +174,7 @@ class RunningEngine:
                     await sending
 
 
-def _tensors_of(llm: Any, options: LaunchOptions, *, cast_weights: bool) -> tuple[CheckpointTensors | None, str]:
+def _tensors_of(llm: Any, options: LaunchOptions) -> tuple[CheckpointTensors | None, str]:
     """What updates must name, or why there can be none."""
     config = llm.model_config
     if config.quantization is not None:
@@ -184,6 +182,6 @@ def _tensors_of(llm: Any, options: LaunchOptions, *, cast_weights: bool) -> tupl
     try:
         dtype = str(config.dtype).removeprefix("torch.")
         tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
-        return CheckpointTensors(Path(options.model), dtype=dtype, tied=tied, cast=cast_weights), ""
+        return CheckpointTensors(Path(options.model), dtype=dtype, tied=tied, cast=options.cast_weights), ""
     except (UnsupportedError, EngineInputError) as error:
         return None, str(error)
