@@ -118,6 +118,10 @@ class RunningEngine:
 
     async def shutdown(self) -> None:
         """Ends its processes."""
+        # It would log the end of the processes as a failure.
+        if (handler := getattr(self.llm, "output_handler", None)) is not None:
+            handler.cancel()
+            await asyncio.wait([handler])
         await asyncio.to_thread(self.llm.shutdown)
 
     # Weights
