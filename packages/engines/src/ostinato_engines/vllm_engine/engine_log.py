@@ -16,8 +16,9 @@ class EngineLog:
 
     def __init__(self) -> None:
         self._folder: Path | None = None
-        if os.environ.get(VARIABLE):
-            return
+
+    def _open(self) -> Path:
+        """Makes the folder, with the configuration in it."""
         self._folder = Path(tempfile.mkdtemp(prefix="ostinato-vllm-"))
         level = os.environ.get("VLLM_LOGGING_LEVEL", "INFO")
         stream = os.environ.get("VLLM_LOGGING_STREAM", "ext://sys.stdout")
@@ -38,11 +39,15 @@ class EngineLog:
             "loggers": {"vllm": {"handlers": ["stream", "file"], "level": level, "propagate": False}},
         }
         (self._folder / "logging.json").write_text(json.dumps(config))
+        return self._folder
 
     @property
     def environment(self) -> dict[str, str]:
         """What vLLM's processes must find when they start."""
-        return {} if self._folder is None else {VARIABLE: str(self._folder / "logging.json")}
+        if self._folder is None and os.environ.get(VARIABLE):
+            return {}
+        folder = self._folder or self._open()
+        return {VARIABLE: str(folder / "logging.json")}
 
     @property
     def _file(self) -> Path:
@@ -61,3 +66,4 @@ class EngineLog:
         """Removes the folder; processes that still write do so into nothing."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
