@@ -10,7 +10,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from textwrap import dedent
 
@@ -41,22 +41,12 @@ from ostinato_tools.sandbox.inside.cgroups import find_places
 from ostinato_tools.sandbox.inside.facts import PROTECTIONS
 from ostinato_tools.testing import make_call
 
+pytestmark = pytest.mark.usefixtures("own_python")
+
 LINUX = sys.platform == "linux"
 CONFIG = {"wall_s": 5, "output_bytes": 4096, "warm_workers": 0, "memory_mb": 256}
 
 Run = Callable[[str], Awaitable[ToolOutcome]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A name of Python that no other program uses, so that this module's workers can be told from others."""
-    original = sys.executable
-    link = tmp_path_factory.mktemp("bin") / f"python-{secrets.token_hex(8)}"
-    link.symlink_to(os.path.realpath(original))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", str(link))
-        yield original
-        shut_down()
 
 
 def executor(*, timeout_s: float = 60, **config: object) -> ToolExecutor:

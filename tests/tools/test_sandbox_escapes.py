@@ -18,8 +18,10 @@ from textwrap import dedent
 import pytest
 
 from ostinato_tools import OutcomeKind, ToolExecutor, ToolOutcome, ToolRegistry, TrajectoryTools
-from ostinato_tools.sandbox import PythonTool, enforcement, shut_down
+from ostinato_tools.sandbox import PythonTool, enforcement
 from ostinato_tools.testing import make_call
+
+pytestmark = pytest.mark.usefixtures("own_python")
 
 LINUX = sys.platform == "linux"
 LIMITS = {
@@ -40,18 +42,6 @@ Run = Callable[[str], Awaitable[ToolOutcome]]
 @pytest.fixture(params=LAYERS)
 def config(request: pytest.FixtureRequest) -> dict:
     return {**LIMITS, "without": LAYERS[request.param]}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A name of Python that no other program uses, so that this module's workers can be told from others."""
-    original = sys.executable
-    link = tmp_path_factory.mktemp("bin") / f"python-{secrets.token_hex(8)}"
-    link.symlink_to(os.path.realpath(original))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", str(link))
-        yield original
-        shut_down()
 
 
 @pytest.fixture
