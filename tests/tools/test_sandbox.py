@@ -10,6 +10,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from textwrap import dedent
@@ -94,6 +95,20 @@ async def test_state_lives_across_calls(run: Run) -> None:
     """Variables, imports, definitions and files are there in the next call."""
     await run("import math\nx = 2\ndef f(y): return x * y\nopen('note', 'w').write('hello')")
     assert text_of(await run("f(math.floor(3.7)), open('note').read()")) == "(6, 'hello')"
+
+
+@pytest.mark.parametrize("without", [[], ["namespaces", "cgroup"]])
+async def test_a_private_folder_for_temporary_files_keeps_no_code_out(
+    without: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code finds its scratch folder also where only this user can enter the folder for temporary files."""
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    monkeypatch.setattr(tempfile, "tempdir", str(private))
+    async with opened(without=without) as tools:
+        outcome = await call(tools, "open('note', 'w').write('hello')")
+    assert (outcome.kind, text_of(outcome)) == (OutcomeKind.OK, "5")
+    assert not list(private.iterdir())
 
 
 RESULTS = [

@@ -167,8 +167,12 @@ def _load_functions(path: Path, registry: ToolRegistry) -> None:
         registry.add_function(tool, place=f"{path}, {tool.place}")
 
 
-def execute_file(path: str | Path) -> ModuleType:
-    """Execute a Python file as a module of its own, once per process and text.
+def execute_file(path: str | Path, name: str | None = None) -> ModuleType:
+    """Execute a Python file as a module, once per process and text.
+
+    Args:
+        path: The file.
+        name: Of the module; one of its own if None.
 
     Raises:
         ToolImportError: it does not run.
@@ -177,7 +181,7 @@ def execute_file(path: str | Path) -> ModuleType:
     path = Path(path)
     source = path.read_bytes()
     full = path.resolve()
-    name = f"ostinato_tools_file_{full.stem}_{sha256(bytes(full) + b'/' + source).hexdigest()[:16]}"
+    name = name or f"ostinato_tools_file_{full.stem}_{sha256(bytes(full) + b'/' + source).hexdigest()[:16]}"
     known = sys.modules.get(name)
     if known is not None:
         return known

@@ -17,7 +17,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from itertools import accumulate
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from ostinato_tools.errors import ToolDefinitionError, ToolInfrastructureError
@@ -282,7 +284,12 @@ def _resolve(reference: FunctionReference) -> Callable:
         except ImportError:
             if reference.path is None:
                 raise
-            found = execute_file(reference.path)
+            # Under the parent's name, by which it finds the classes of what the function returns or raises. Pickle asks
+            # for the packages above it, which cannot be imported either.
+            *above, _ = accumulate(reference.module.split("."), "{}.{}".format)
+            for package in above:
+                sys.modules.setdefault(package, ModuleType(package))
+            found = execute_file(reference.path, reference.module)
         for part in reference.qualname.split("."):
             found = getattr(found, part)
     except Exception as error:  # the author's module: whatever it raises, the function is not to be had

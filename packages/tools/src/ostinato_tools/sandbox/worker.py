@@ -11,6 +11,7 @@ import os
 import secrets
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -115,7 +116,7 @@ class Worker:
                 start_new_session=True,
             )
             own: dict[str, Any] = {"channel_fd": channel.fileno(), "output_fd": output}
-            own |= {"parent": os.getpid(), "folder": tempfile.gettempdir()}
+            own |= {"parent": os.getpid(), "folder": _folder_for_scratch()}
             with contextlib.suppress(BrokenPipeError):  # it has ended already, which waiting for it will tell
                 self._control.sendall(_frame(self._config.as_settings() | own))
             on_failure.pop_all()
@@ -377,3 +378,21 @@ def _how(ended: _Told) -> str:
         name = f"signal {-status}"
     cause = ", as happens when the processor time of a trajectory is used up" if name == "SIGKILL" else ""
     return f"its interpreter was ended by {name}{cause}"
+
+
+def _folder_for_scratch() -> str:
+    """Where scratch folders are made: the folder for temporary files, or a common one where only we can enter that.
+
+    Code that runs as a user of its own must be able to pass through to its scratch folder.
+    """
+    usual = tempfile.gettempdir()
+    if os.getuid() != 0:
+        return usual
+    return next((folder for folder in (usual, "/tmp", "/var/tmp") if _all_may_pass(Path(folder).resolve())), usual)
+
+
+def _all_may_pass(folder: Path) -> bool:
+    try:
+        return all(path.stat().st_mode & stat.S_IXOTH for path in (folder, *folder.parents))
+    except OSError:
+        return False
