@@ -32,7 +32,7 @@ assert Path(package.__file__).is_relative_to(sys.prefix), f"{package.__file__} i
 assert Path(package.__file__).with_name("py.typed").is_file(), "py.typed is not in the wheel"
 present = {found.name for found in pkgutil.iter_modules() if found.name.startswith("ostinato")}
 assert present == declared, f"{sorted(declared)} are declared, {sorted(present)} can be imported"
-optional = {re.split(r"[^\\w.-]", line)[0] for line in requires(name.replace("_", "-")) if "extra ==" in line}
+optional = {re.split(r"[^\\w.-]", line)[0].replace("-", "_") for line in requires(name.replace("_", "-")) if "extra ==" in line}
 for found in pkgutil.walk_packages(package.__path__, name + "."):
     try:
         importlib.import_module(found.name)
