@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from ostinato_tokenization.errors import ChatTemplateError, HistoryRewrittenError, MessageError
-from ostinato_tokenization.messages import Message
-from ostinato_tokenization.word_split import is_unicode
+from ostinato_tokenization.messages import Message, check_unicode
 
 if TYPE_CHECKING:
     from ostinato_tokenization.chat_tokenizer import ChatTokenizer
@@ -128,13 +127,17 @@ class CompiledTail:
         self._left = left_to_template
 
     def ids(self, messages: Sequence[Message]) -> array[int] | None:
-        """Ids of the tail with these messages' contents; None where the template must be asked."""
+        """Ids of the tail with these messages' contents; None where the template must be asked.
+
+        Raises:
+            MessageError: A content holds unpaired surrogates.
+        """
         contents = [message["content"] for message in messages]
         for text in contents:
             if type(text) is not str or not text or text.isspace() or (self._left and self._left.search(text)):
                 return None
-            if not text.isascii() and not is_unicode(text):
-                return None
+            if not text.isascii():
+                check_unicode(text)
         ids = self._head[:]
         for compose, with_prefix, literal in self._rest:
             ids += self._encode(compose(contents), with_prefix=with_prefix)

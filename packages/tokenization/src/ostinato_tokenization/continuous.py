@@ -223,7 +223,7 @@ class ContinuousTokens:
         return [*repair, *close[said:num_close]], close[num_close:]
 
     def _reasoning_repair(self, ledger: TokenLedger) -> list[int]:
-        turn = ledger.sampled_run + len(self._profile.frame.generation_prompt_ids)
+        turn = ledger.sampled_run + len(self._prompt_ids)
         text = self.tokenizer.decode(ledger.tail_ids(min(turn, len(ledger))))
         for opener, closer in _REASONING_TAGS:
             if text.rfind(opener) > text.rfind(closer):

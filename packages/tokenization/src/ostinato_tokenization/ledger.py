@@ -212,11 +212,6 @@ class TokenLedger:
         return bytes(self._origins)
 
     @property
-    def last_origin(self) -> Origin | None:
-        """Origin of the last token; None when empty."""
-        return Origin(self._origins[-1]) if self._origins else None
-
-    @property
     def num_sampled(self) -> int:
         """Number of sampled tokens; always the sum of `response_mask`."""
         return self._num_sampled

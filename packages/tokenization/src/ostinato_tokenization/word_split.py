@@ -77,15 +77,6 @@ def beyond_ascii(text: str) -> str:
     return text.encode().translate(None, _ASCII_BYTES).decode()  # many times faster than a pattern
 
 
-def is_unicode(text: str) -> bool:
-    """Whether a text holds no unpaired surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def is_known(characters: str) -> bool:
     """Whether this Python's Unicode tables know every one: how others class what they do not know is uncertain."""
     if _known_characters.issuperset(characters):
