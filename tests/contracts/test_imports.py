@@ -94,7 +94,7 @@ def test_a_package_declares_its_siblings_with_bounds(package: str) -> None:
     declared = (REPO / f"packages/{package}/pyproject.toml").read_text()
     for sibling in imported - {f"ostinato_{package}"}:
         distribution = sibling.replace("_", "-")
-        assert re.search(rf'"{distribution}(\[\w+\])?>=0\.\d+(\.\d+)?,<0\.\d+"', declared), (
+        assert re.search(rf'"{distribution}(\[[\w,]+\])?>=0\.\d+(\.\d+)?,<0\.\d+"', declared), (
             f"{package} must bound {distribution}"
         )
     if package in LEAVES:
