@@ -56,6 +56,7 @@ class VLLMServer(AsyncServerBase):
         dtype: Of weights and cache; "auto" takes the checkpoint's. Logprobs are float32.
         max_model_len: Prompt and output together; by default what the model has positions for.
         max_num_seqs: Requests that are computed at a time.
+        max_num_batched_tokens: Tokens that one step computes for all of them.
         tensor_parallel_size: Devices that share the model.
         gpu_memory_utilization: Part of a device's memory for weights and cache together.
         enforce_eager: Starts faster and runs slower: no graphs are captured.
@@ -73,6 +74,7 @@ class VLLMServer(AsyncServerBase):
         dtype: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
         tensor_parallel_size: int = 1,
         gpu_memory_utilization: float | None = None,
         enforce_eager: bool = False,
@@ -87,6 +89,7 @@ class VLLMServer(AsyncServerBase):
             dtype=dtype,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
             tensor_parallel_size=tensor_parallel_size,
             gpu_memory_utilization=gpu_memory_utilization,
             enforce_eager=enforce_eager,

@@ -48,6 +48,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     max_model_len: int | None
     max_num_seqs: int | None
+    max_num_batched_tokens: int | None
     tensor_parallel_size: int
     gpu_memory_utilization: float | None
     enforce_eager: bool
@@ -57,7 +58,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     more: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "max_num_seqs", "max_model_len"):
+        for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise EngineInputError(f"{name} must be an integer of at least 1, got {value!r}; leave it out")
@@ -98,7 +99,7 @@ def engine_arguments(options: LaunchOptions, parts: VLLMParts) -> dict[str, Any]
         arguments["enable_sleep_mode"] = True
     if options.lora is not None:
         arguments["enable_lora"] = True
-    for name in ("max_model_len", "max_num_seqs", "gpu_memory_utilization"):
+    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"):
         if getattr(options, name) is not None:
             arguments[name] = getattr(options, name)
     more = dict(options.more)
