@@ -94,6 +94,11 @@ class ChatSession:
         return self._room(self._prompt_length, self._length)
 
     @property
+    def ledger(self) -> TokenLedger | None:
+        """The segment that grows now, to be read, not written; None before the first `extend`."""
+        return self._ledger
+
+    @property
     def segments(self) -> tuple[TokenLedger, ...]:
         """Ledgers in which something was sampled, in order; the first prompt's if nothing was."""
         current = () if self._ledger is None else (self._ledger,)
@@ -334,6 +339,7 @@ class ChatSession:
             errors=parsed.errors,
             stop_reason=output.stop_reason,
             num_tokens=len(output.token_ids),
+            text=text,
         )
 
     def _opens_reasoning(self, prompt: Sequence[int]) -> bool:

@@ -52,6 +52,8 @@ class Reply(msgspec.Struct, frozen=True):
     """Why the generation ended."""
     num_tokens: int = 0
     """Tokens sampled in this turn; 0 means that nothing was generated and nothing was recorded."""
+    text: str = ""
+    """The whole turn as it was sampled, without the token that ended it."""
 
 
 class SessionMetrics(msgspec.Struct):
