@@ -35,6 +35,7 @@ from ostinato_engines.types import (
 from ostinato_engines.vllm_engine.answers import Conversing, nothing_sampled, to_token_output, until_gone
 from ostinato_engines.vllm_engine.diagnosis import explain
 from ostinato_engines.vllm_engine.engine_log import EngineLog
+from ostinato_engines.vllm_engine.held import HeldAnswer
 from ostinato_engines.vllm_engine.launch import LaunchOptions, can_sleep, start_engine
 from ostinato_engines.vllm_engine.probe import find_vllm
 from ostinato_engines.vllm_engine.running import RunningEngine
@@ -124,8 +125,8 @@ class VLLMServer(AsyncServerBase):
             if self._status.loaded:
                 return
             parts = await asyncio.to_thread(find_vllm)
-            llm = await start_engine(self._options, parts, self._log)
-            self._engine = await RunningEngine.of(llm, parts, self._options)
+            llm, why_no_hold = await start_engine(self._options, parts, self._log)
+            self._engine = await RunningEngine.of(llm, parts, self._options, why_no_hold)
             await self._engine.serve_version(self.policy_version)
             self.max_model_len = self._engine.max_model_len
             self._status.loaded = True
@@ -147,7 +148,8 @@ class VLLMServer(AsyncServerBase):
             self._crashed(EngineError("its processes are gone"))
         state, detail = self._status.now()
         if state is EngineState.READY and self._engine is not None:
-            detail = self._engine.parts.versions
+            why_not = self._engine.why_no_hold
+            detail = self._engine.parts.versions + (f"; slower, since {why_not}" if why_not else "")
         running = sum(request.gate is None for request in self._in_flight.values())
         return Health(
             state, self.policy_version, num_running=running, num_waiting=len(self._in_flight) - running, detail=detail
@@ -165,7 +167,7 @@ class VLLMServer(AsyncServerBase):
             pause_modes=tuple(PauseMode),
             sleep_levels=(1, 2) if engine is not None and can_sleep(engine.parts) else (),
             weight_update=engine is not None and not engine.why_no_update,
-            exact_policy_spans=engine is not None and engine.parts.weight_versions,
+            exact_policy_spans=engine is not None and engine.exact_spans,
             chat_completion=self._codec is not None or (engine is not None and engine.chat is not None),
         )
 
@@ -208,9 +210,10 @@ class VLLMServer(AsyncServerBase):
             if not await self._pass_gate(request):
                 request.aborted = True
                 return nothing_sampled(params, StopReason.ABORTED, self.policy_version)
-            asked = to_vllm(params, max_tokens=num_tokens, parts=engine.parts)
-            result = await self._answer(request, prompt.tolist(), asked)
-            output = to_token_output(result, params, request, exact=engine.parts.weight_versions)
+            hold = None if engine.why_no_hold else request.engine_id
+            asked = to_vllm(params, max_tokens=num_tokens, parts=engine.parts, hold=hold)
+            result, held = await self._answer(request, prompt.tolist(), asked)
+            output = to_token_output(result, params, request, exact=engine.exact_spans, answer=held)
             request.aborted = output.stop_reason is StopReason.ABORTED
             return output
         finally:
@@ -228,11 +231,11 @@ class VLLMServer(AsyncServerBase):
         request.versions = [self.policy_version]
         return True
 
-    async def _answer(self, request: Conversing, prompt: list[int], asked: Any) -> Any:
-        """vLLM's output of one request, or the error that its caller gets."""
+    async def _answer(self, request: Conversing, prompt: list[int], asked: Any) -> tuple[Any, HeldAnswer | None]:
+        """vLLM's output of one request and what was held of it, or the error that its caller gets."""
         engine = self._running()
         try:
-            result = await engine.generate(prompt, asked, request.engine_id)
+            answer = await engine.generate(prompt, asked, request.engine_id)
         except engine.parts.dead_error as error:
             raise request.failure or self._crashed(error) from error
         except EngineError:
@@ -248,7 +251,7 @@ class VLLMServer(AsyncServerBase):
             ) from error
         if request.failure is not None:
             raise request.failure
-        return result
+        return answer
 
     async def chat_completion(self, raw_request: Any) -> dict[str, Any]:
         """Answers an OpenAI-style request through vLLM's own endpoint, or through the injected codec.

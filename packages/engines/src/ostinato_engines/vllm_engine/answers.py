@@ -7,6 +7,7 @@ from typing import Any
 
 from ostinato_engines.errors import EngineCrashedError, EngineError
 from ostinato_engines.types import PolicySpan, SamplingParams, StopReason, TokenOutput
+from ostinato_engines.vllm_engine.held import HeldAnswer
 
 _ANSWER_S = 30.0
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
@@ -51,7 +52,9 @@ def nothing_sampled(params: SamplingParams, reason: StopReason, version: int) ->
     return TokenOutput([], [] if params.logprobs else None, reason, None, (PolicySpan(0, version),), 0)
 
 
-def to_token_output(result: Any, params: SamplingParams, request: Conversing, *, exact: bool) -> TokenOutput:
+def to_token_output(
+    result: Any, params: SamplingParams, request: Conversing, *, exact: bool, answer: HeldAnswer | None = None
+) -> TokenOutput:
     """The one output of a finished request.
 
     Args:
@@ -59,27 +62,29 @@ def to_token_output(result: Any, params: SamplingParams, request: Conversing, *,
         params: As asked.
         request: As it went.
         exact: Whether vLLM says which tokens came from which weights.
+        answer: What the engine core held of it: everything that was sampled, which `result` then lacks.
 
     Raises:
         EngineCrashedError: vLLM gave the request up.
     """
     completion = result.outputs[0]
-    token_ids = list(completion.token_ids)
     reason = _REASONS.get(completion.finish_reason)
     if reason is None:
         raise EngineCrashedError(
             f"request must end with a stop, a length or an abort, got {completion.finish_reason!r} from vllm; see its log"
         )
+    if answer is None:
+        token_ids = list(completion.token_ids)
+        logprobs = _logprobs(completion, len(token_ids)) if params.logprobs else None
+        spans = _spans(completion, request, len(token_ids), exact=exact)
+        num_cached = result.num_cached_tokens
+    else:
+        token_ids, logprobs = answer.to_lists()
+        spans = tuple(PolicySpan(*span) for span in answer.versions) or _spans(completion, request, 0, exact=True)
+        num_cached = answer.num_cached_tokens
     stopped = reason is StopReason.STOP and bool(token_ids)
-    return TokenOutput(
-        token_ids,
-        _logprobs(completion, len(token_ids)) if params.logprobs else None,
-        reason,
-        token_ids[-1] if stopped else None,
-        _spans(completion, request, len(token_ids), exact=exact),
-        result.num_cached_tokens,
-        request.num_preempted,
-    )
+    stop_token_id = token_ids[-1] if stopped else None
+    return TokenOutput(token_ids, logprobs, reason, stop_token_id, spans, num_cached, request.num_preempted)
 
 
 def _logprobs(completion: Any, num_tokens: int) -> list[float]:

@@ -15,6 +15,7 @@ from ostinato_engines.errors import EngineInputError, EngineStartError
 from ostinato_engines.vllm_engine.diagnosis import explain
 from ostinato_engines.vllm_engine.endpoint import has_tokenizer
 from ostinato_engines.vllm_engine.engine_log import EngineLog
+from ostinato_engines.vllm_engine.hold_choice import hold_outputs
 from ostinato_engines.vllm_engine.probe import VLLMParts
 
 _PACKAGE = __package__
@@ -119,17 +120,17 @@ def _check_parallel(size: int, parts: VLLMParts) -> None:
         )
 
 
-async def start_engine(options: LaunchOptions, parts: VLLMParts, log: EngineLog) -> Any:
-    """A running AsyncLLM; its processes are gone where this raises or is cancelled.
+async def start_engine(options: LaunchOptions, parts: VLLMParts, log: EngineLog) -> tuple[Any, str]:
+    """A running AsyncLLM, and why it cannot hold outputs; its processes are gone where this raises or is cancelled.
 
     Raises:
         EngineStartError: With the lines of its log that matter, and the likely cure.
     """
     arguments = engine_arguments(options, parts)
 
-    def start() -> Any:
+    def start() -> tuple[Any, str]:
         with _STARTING, _environment({**_ENVIRONMENT, **log.environment}):
-            return parts.async_llm.from_engine_args(parts.engine_args(**arguments))
+            return _new_engine(parts, parts.engine_args(**arguments))
 
     starting = asyncio.ensure_future(asyncio.to_thread(start))
     try:
@@ -138,12 +139,26 @@ async def start_engine(options: LaunchOptions, parts: VLLMParts, log: EngineLog)
         # The thread cannot be stopped: what it starts is ended as soon as it is there.
         await asyncio.wait([starting])
         if not starting.exception():
-            await asyncio.to_thread(starting.result().shutdown)
+            await asyncio.to_thread(starting.result()[0].shutdown)
         raise
     # vLLM raises what it likes: this is the border where it becomes one error.
     except Exception as error:
         text = explain(log.tail(), error)
         raise EngineStartError(f"vllm must start with model {options.model}, got an error:{text}") from error
+
+
+def _new_engine(parts: VLLMParts, args: Any) -> tuple[Any, str]:
+    if parts.usage_context is None:
+        return parts.async_llm.from_engine_args(args), "this vllm cannot be started from a configuration"
+    config = args.create_engine_config(parts.usage_context)
+    why_not = hold_outputs(config)
+    llm = parts.async_llm.from_vllm_config(
+        config,
+        usage_context=parts.usage_context,
+        enable_log_requests=args.enable_log_requests,
+        disable_log_stats=args.disable_log_stats,
+    )
+    return llm, why_not
 
 
 @contextmanager

@@ -85,6 +85,8 @@ class VLLMParts:
     device_count: int
     weight_versions: bool
     """Whether outputs say which tokens came from which weights."""
+    usage_context: Any
+    """What an engine is started for; None where it cannot be started from a configuration."""
     chat: ChatParts | None
     """None where the chat endpoint is not where it is looked for."""
 
@@ -124,6 +126,7 @@ def find_vllm() -> VLLMParts:
         device_type=str(device.device_type),
         device_count=int(device.device_count()) if hasattr(device, "device_count") else 1,
         weight_versions=hasattr(async_llm, "update_weight_version"),
+        usage_context=_usage_context(async_llm, engine_args),
         chat=_chat_parts(),
     )
 
@@ -188,6 +191,13 @@ def _require(owner: str, names: Iterable[str], present: Iterable[str]) -> None:
             f"vllm's {owner} must have {', '.join(missing)}, got version {metadata_version()} without; "
             f"install {OLDEST} or newer"
         )
+
+
+def _usage_context(async_llm: Any, engine_args: Any) -> Any:
+    kinds = _first(("vllm.usage.usage_lib:UsageContext",))
+    if hasattr(async_llm, "from_vllm_config") and hasattr(engine_args, "create_engine_config"):
+        return getattr(kinds, "ENGINE_CONTEXT", None)
+    return None
 
 
 def _refusals() -> list[type[Exception]]:

@@ -1,17 +1,30 @@
 """A started vLLM engine, with what is known of it: every call into AsyncLLM is here. Knows no conversation and no state."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ostinato_engines.errors import EngineError, EngineInputError, UnsupportedError, WeightUpdateError
+from ostinato_engines.errors import (
+    EngineCrashedError,
+    EngineError,
+    EngineInputError,
+    UnsupportedError,
+    WeightUpdateError,
+)
 from ostinato_engines.types import PauseMode, WeightManifest
 from ostinato_engines.vllm_engine.checkpoint import CheckpointTensors
 from ostinato_engines.vllm_engine.endpoint import ChatEndpoint, make_endpoint
 from ostinato_engines.vllm_engine.fan_out import send_to_all
+from ostinato_engines.vllm_engine.held import (
+    ANSWER_KEY,
+    SERVE_VERSION,
+    TAKE,
+    HeldAnswer,
+    decode_answer,
+)
 from ostinato_engines.vllm_engine.launch import LaunchOptions
 from ostinato_engines.vllm_engine.probe import VLLMParts
 from ostinato_engines.weight_transfer import WeightListener
@@ -20,6 +33,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LAST_WORD_S = 2.0
+_REPLY_S = 600.0
+"""Longest wait for a reply of the engine core: it may have to finish a step, or to move a whole model, before."""
+_LOOK_S = 0.5
+"""How often a wait looks whether the engine core still lives: vLLM leaves calls to a dead one unanswered."""
 
 
 @dataclass(kw_only=True)
@@ -33,9 +50,13 @@ class RunningEngine:
     tensors: CheckpointTensors | None
     why_no_update: str
     """Why weights cannot be updated; empty where they can."""
+    why_no_hold: str
+    """Why every token comes over by itself; empty where a request's outputs are held in the engine core until it ends."""
+    _asked: set[str] = field(default_factory=set)
+    _taken: dict[str, HeldAnswer] = field(default_factory=dict)
 
     @classmethod
-    async def of(cls, llm: Any, parts: VLLMParts, options: LaunchOptions) -> Self:
+    async def of(cls, llm: Any, parts: VLLMParts, options: LaunchOptions, why_no_hold: str) -> Self:
         """Looks at a started engine; ends it where that fails."""
         try:
             # The answer is kept by vLLM: from now on a request is known to it as soon as it is sent.
@@ -48,7 +69,15 @@ class RunningEngine:
         except BaseException:
             await asyncio.to_thread(llm.shutdown)
             raise
-        return cls(llm=llm, parts=parts, chat=chat, lora=adapter, tensors=tensors, why_no_update=why_not)
+        return cls(
+            llm=llm,
+            parts=parts,
+            chat=chat,
+            lora=adapter,
+            tensors=tensors,
+            why_no_update=why_not,
+            why_no_hold=why_no_hold,
+        )
 
     @property
     def num_workers(self) -> int:
@@ -66,55 +95,111 @@ class RunningEngine:
         return int(self.llm.model_config.get_vocab_size())
 
     @property
+    def exact_spans(self) -> bool:
+        """Whether it is known which tokens came from which weights."""
+        return not self.why_no_hold or self.parts.weight_versions
+
+    @property
     def is_dead(self) -> bool:
         """Whether its processes are gone, or can no longer be heard."""
         return bool(self.llm.errored)
 
-    async def generate(self, prompt: list[int], params: Any, engine_id: str) -> Any:
-        """The final output of one request; cancelling it aborts it there."""
+    async def generate(self, prompt: list[int], params: Any, engine_id: str) -> tuple[Any, HeldAnswer | None]:
+        """The final output of one request, and what was held of it; cancelling it aborts it there."""
         last = None
-        stream = self.llm.generate(self.parts.tokens_input(prompt), params, engine_id, lora_request=self.lora)
-        async for output in stream:
-            last = output
-        if last is None:
-            raise EngineError(f"vllm must answer a request, got nothing for {engine_id}")
-        return last
+        self._asked.add(engine_id)
+        try:
+            stream = self.llm.generate(self.parts.tokens_input(prompt), params, engine_id, lora_request=self.lora)
+            async for output in stream:
+                last = output
+            if last is None:
+                raise EngineError(f"vllm must answer a request, got nothing for {engine_id}")
+            if self.why_no_hold:
+                return last, None
+            encoded = (last.kv_transfer_params or {}).get(ANSWER_KEY)
+            answer = self._taken.get(engine_id) if encoded is None else decode_answer(encoded)
+            if answer is None and last.outputs[0].finish_reason in ("stop", "length"):
+                raise EngineError(f"vllm must hand over what was held of {engine_id}, got nothing; see its log")
+            return last, answer
+        finally:
+            self._asked.discard(engine_id)
+            self._taken.pop(engine_id, None)
 
-    async def abort(self, engine_ids: Sequence[str]) -> None:
-        """Ends requests: their final outputs are queued when this returns."""
-        if engine_ids:
-            await self.llm.abort(list(engine_ids))
+    async def abort(self, engine_ids: Sequence[str] | None) -> None:
+        """Ends requests, by default all that are held: their final outputs are queued when this returns."""
+        if self.why_no_hold:
+            ended = list(engine_ids or ())
+        else:
+            # Those that have ended are not found: their last outputs are on the way, with all that was held.
+            taken = await self._order(TAKE, None if engine_ids is None else list(engine_ids), "end requests")
+            ended = [name for name in taken if name in self._asked]
+            self._taken.update((name, decode_answer(taken[name])) for name in ended)
+        if ended:
+            await self.llm.abort(ended)
 
     async def pause(self, mode: PauseMode) -> None:
         """Returns once nothing is being computed; the cache stays."""
-        await self.llm.pause_generation(mode=mode.value, clear_cache=False)
+        if mode is PauseMode.ABORT:
+            await self.abort(None)
+        await self._reply(self.llm.pause_generation(mode=mode.value, clear_cache=False), "pause")
 
     async def resume(self) -> None:
         """Computes again."""
-        await self.llm.resume_generation()
+        await self._reply(self.llm.resume_generation(), "resume")
 
     async def sleep(self, level: int) -> None:
         """Frees memory; requests end aborted."""
-        await self.llm.sleep(level)
+        await self.abort(None)
+        await self._reply(self.llm.sleep(level), "sleep")
 
     async def wake_up(self, tags: list[str]) -> None:
         """Takes memory again."""
-        await self.llm.wake_up(tags)
+        await self._reply(self.llm.wake_up(tags), "wake up")
 
     async def reset_prefix_cache(self, *, is_paused: bool) -> None:
         """Drops all cached state, that of requests in flight only where vLLM cannot do it beside them."""
-        if await self.llm.reset_prefix_cache():
+        if await self._reply(self.llm.reset_prefix_cache(), "reset its cache"):
             return
         if not is_paused:
             await self.pause(PauseMode.KEEP)
-        await self.llm.reset_prefix_cache(reset_running_requests=True)
+        await self._reset_all()
         if not is_paused:
             await self.resume()
 
+    async def _reset_all(self) -> None:
+        await self._reply(self.llm.reset_prefix_cache(reset_running_requests=True), "reset its cache")
+
     async def serve_version(self, version: int) -> None:
-        """What tokens are said to come from, where vLLM keeps account."""
-        if self.parts.weight_versions:
-            await self.llm.update_weight_version(str(version))
+        """What tokens are said to come from, where account is kept."""
+        if not self.why_no_hold:
+            await self._order(SERVE_VERSION, version, "note the version")
+        elif self.parts.weight_versions:
+            await self._reply(self.llm.update_weight_version(str(version)), "note the version")
+
+    async def _order(self, order: str, value: Any, what: str) -> Any:
+        """Calls our scheduler; see `ostinato_engines.vllm_engine.holding`."""
+        return await self._reply(self.llm.engine_core.call_utility_async("scheduler", order, value), what)
+
+    async def _reply(self, call: Awaitable[Any], what: str) -> Any:
+        """What the engine core answers.
+
+        Raises:
+            EngineCrashedError: It died.
+            EngineError: It did not answer in time.
+        """
+        task = asyncio.ensure_future(call)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _REPLY_S
+        try:
+            while not task.done():
+                if self.is_dead:
+                    raise EngineCrashedError(f"vllm must {what}, got no reply: its processes are gone; see its log")
+                if loop.time() > deadline:
+                    raise EngineError(f"vllm must {what} within {_REPLY_S:g} s, got no reply; see its log")
+                await asyncio.wait([task], timeout=_LOOK_S)
+            return task.result()
+        finally:
+            task.cancel()
 
     async def shutdown(self) -> None:
         """Ends its processes."""
@@ -146,7 +231,7 @@ class RunningEngine:
             await self.pause(PauseMode.KEEP)
         try:
             await self._send(manifest, weights)
-            await self.llm.reset_prefix_cache(reset_running_requests=True)
+            await self._reset_all()
             await self.serve_version(manifest.version)
         except BaseException:
             # Chat requests of vLLM's own endpoint are known to nobody else.

@@ -8,6 +8,7 @@ what is sampled, and its logprob, are exact for every request.
 from typing import Any
 
 from ostinato_engines.types import SamplingParams
+from ostinato_engines.vllm_engine.held import HOLD_KEY
 from ostinato_engines.vllm_engine.probe import VLLMParts
 
 FILTERS_KEY = "ostinato_filters"
@@ -22,8 +23,16 @@ def needs_exact_filters(params: SamplingParams) -> bool:
     return params.temperature < _LOWEST_TEMPERATURE or (params.min_p > 0 and params.top_p < 1)
 
 
-def to_vllm(params: SamplingParams, *, max_tokens: int, parts: VLLMParts) -> Any:
-    """One vLLM `SamplingParams`: final output only, no text, no end of text but the request's own stop ids."""
+def to_vllm(params: SamplingParams, *, max_tokens: int, parts: VLLMParts, hold: str | None = None) -> Any:
+    """One vLLM `SamplingParams`: final output only, no text, no end of text but the request's own stop ids.
+
+    Args:
+        params: Ours.
+        max_tokens: That there is room for.
+        parts: Of vLLM.
+        hold: Its name, where the engine core is to keep its outputs until it ends.
+    """
+    extra: dict[str, Any] = {} if hold is None else {HOLD_KEY: hold}
     filters: dict[str, Any] = {
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -32,7 +41,10 @@ def to_vllm(params: SamplingParams, *, max_tokens: int, parts: VLLMParts) -> Any
     }
     if needs_exact_filters(params):
         own = [float(params.temperature), max(params.top_k, 0), float(params.top_p), float(params.min_p)]
-        filters = {"temperature": 1.0, "extra_args": {FILTERS_KEY: own}}
+        filters = {"temperature": 1.0}
+        extra[FILTERS_KEY] = own
+    if extra:
+        filters["extra_args"] = extra
     return parts.sampling_params(
         **filters,
         repetition_penalty=params.repetition_penalty,
