@@ -1,6 +1,7 @@
 """An engine in a process of its own is the same server: calls, errors, cancellation, weights, and every way to end."""
 
 import asyncio
+import importlib.util
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from ostinato_engines import (
     EngineNotReadyError,
     EngineStartError,
     EngineState,
+    MissingDependencyError,
     PauseMode,
     SamplingParams,
     SamplingParamsError,
@@ -46,6 +48,8 @@ class Echo(AsyncServerBase):
     async def generate(self, prompt_ids, sampling_params, request_id, media=()):
         if request_id == "own":
             raise OwnError("prompt must please, got displeasure; try again")
+        if request_id == "bare":
+            return list(prompt_ids)
         if request_id == "odd":
             raise KeyError("what")
         if request_id == "die":
@@ -90,6 +94,8 @@ async def test_calls_and_results_cross_whole(echo):
             5,
         )
         assert [(span.start, span.version, span.exact) for span in out.policy_versions] == [(0, 3, True), (1, 4, False)]
+        bare = await server.generate([4, 2], params, "bare")
+        assert (bare.token_ids, bare.logprobs) == ([4, 2], None)
         assert await server.abort(["a", "b"]) == 2
         assert await server.abort() == 0
         assert await server.chat_completion({"messages": [{"role": "user"}]}) == {
@@ -211,10 +217,53 @@ async def test_a_start_that_fails_says_why(echo, engine, settings, python, kind,
     await server.shutdown()
 
 
+async def test_a_setting_that_somebody_chose_is_not_lost(echo):
+    """A required setting that the class there does not name keeps it from starting; one that it names arrives."""
+    async with EngineProcess(echo, "model", settings={"flavour": "mint"}, required=["flavour"]) as server:
+        assert server.capabilities().engine == "echo mint"
+    server = EngineProcess(echo, "model", settings={"colour": "red"}, required=["colour"])
+    with pytest.raises(EngineLoadError, match="Echo must take colour, which is set"):
+        await server.start()
+    await server.shutdown()
+
+
+async def test_the_log_can_be_kept(echo, tmp_path):
+    """What the process printed stays in the file that was named for it, which the error names too."""
+    log = tmp_path / "new" / "engine.log"
+    server = EngineProcess(echo, "model", settings={"fail": "exit"}, log_path=log)
+    with pytest.raises(EngineStartError, match=f"(?s)no room for this model.*the whole log is in {log}"):
+        await server.start()
+    await server.shutdown()
+    assert "ValueError: no room for this model" in log.read_text()
+    async with EngineProcess(echo, "model", log_path=log):
+        assert log.read_text() == ""
+    (tmp_path / "file").touch()
+    server = EngineProcess(echo, "model", log_path=tmp_path / "file" / "below")
+    with pytest.raises(EngineStartError, match="log_path must be a file that can be written"):
+        await server.start()
+    await server.shutdown()
+
+
+async def test_what_the_environment_lacks_is_told_with_its_interpreter(tmp_path):
+    """An environment without this package, and one without the engine, are both named with what is to be installed."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -s "$@"\n')
+    bare.chmod(0o755)
+    server = EngineProcess("transformers", "model", python=bare)
+    with pytest.raises(EngineStartError, match=f"(?s)under {bare}.*install this package|install it there"):
+        await server.start()
+    await server.shutdown()
+    if importlib.util.find_spec("vllm") is None:
+        server = EngineProcess("vllm", "model")
+        with pytest.raises(MissingDependencyError, match=f"under {sys.executable}, .*'ostinato-engines.vllm.'` there"):
+            await server.start()
+        await server.shutdown()
+
+
 async def test_a_start_has_a_deadline(echo):
     """An engine that does not answer in time is ended, and that is told."""
     server = EngineProcess(echo, "model", start_timeout_s=0.0)
-    with pytest.raises(EngineStartError, match="must start within 0 s"):
+    with pytest.raises(EngineStartError, match=r"must start under .* within 0 s"):
         await server.start()
     await server.shutdown()
 

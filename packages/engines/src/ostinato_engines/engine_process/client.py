@@ -10,11 +10,11 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -27,6 +27,7 @@ from ostinato_engines.errors import (
     EngineError,
     EngineInputError,
     EngineStartError,
+    MissingDependencyError,
     UnsupportedError,
 )
 from ostinato_engines.server import AsyncServerBase
@@ -49,6 +50,7 @@ _TAIL_BYTES = 256 << 10
 _CONNECT_S = 120.0
 _END_S = 60.0
 _GIVE_UP_S = 5.0
+_GONE = "the process is gone"
 
 
 class EngineProcess(AsyncServerBase):
@@ -62,7 +64,9 @@ class EngineProcess(AsyncServerBase):
         model: Path of a checkpoint.
         python: The interpreter; by default this one.
         settings: What the class takes by name beside the model; plain values. It gets those that it names.
+        required: Names of settings without which it must not start.
         environment: Variables of the process beside those of this one, such as the devices that it may see.
+        log_path: Where what the process prints is kept, anew with each start; by default it goes with the server.
         start_timeout_s: Longest wait for the engine to start.
     """
 
@@ -73,11 +77,13 @@ class EngineProcess(AsyncServerBase):
         *,
         python: str | Path = sys.executable,
         settings: Mapping[str, Any] | None = None,
+        required: Collection[str] = (),
         environment: Mapping[str, str] | None = None,
+        log_path: str | Path | None = None,
         start_timeout_s: float = 900.0,
     ) -> None:
         try:
-            self._build = Build(engine, str(model), dict(settings or {}))
+            self._build = Build(engine, str(model), dict(settings or {}), tuple(required))
             wire.encode(self._build)
         except TypeError as error:
             raise EngineInputError(
@@ -89,14 +95,15 @@ class EngineProcess(AsyncServerBase):
         self._status = EngineStatus()
         self._starting = asyncio.Lock()
         self._folder = Path(tempfile.mkdtemp(prefix="ostinato-engine-"))
+        self._log_path = self._folder / "log" if log_path is None else Path(log_path)
+        self._is_log_kept = log_path is not None
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._capabilities = Capabilities(engine=engine)
-        self.versions = ""
-        """Of the interpreter and what matters in its environment, once started."""
+        self._versions = ""
 
     # Life
 
@@ -117,19 +124,24 @@ class EngineProcess(AsyncServerBase):
                     await self._launch()
                     built = await self._call("build", self._build, Built)
             except BaseException as error:
+                is_gone = self._reading is not None and self._reading.done()
                 await self._end_process()
+                wanted = f"{self._build.engine} must start under {self._python}"
                 if isinstance(error, TimeoutError):
+                    told = self._told(EngineError("it did not answer"))
                     raise EngineStartError(
-                        f"{self._build.engine} must start within {self._start_timeout_s:g} s, got no answer:"
-                        f"{explain(self._log_tail(), error)}"
+                        f"{wanted} within {self._start_timeout_s:g} s, got no answer:{told}"
                     ) from error
                 if isinstance(error, EngineCrashedError):
-                    raise EngineStartError(f"{self._build.engine} must start under {self._python}, {error}") from error
+                    told = self._told(EngineError(_GONE) if is_gone else error)
+                    raise EngineStartError(f"{wanted}, got an error:{told}") from error
+                if isinstance(error, MissingDependencyError):
+                    raise MissingDependencyError(f"{wanted}, which lacks something: {error} there") from error
                 raise
             self._capabilities = built.capabilities
             self.max_model_len = built.max_model_len
             self.policy_version = built.policy_version
-            self.versions = built.versions
+            self._versions = built.versions
             self._status.loaded = True
 
     async def _launch(self) -> None:
@@ -146,7 +158,7 @@ class EngineProcess(AsyncServerBase):
         path.unlink(missing_ok=True)
         listener = await asyncio.start_unix_server(meet, path)
         try:
-            with self._log_file.open("wb") as log:
+            with self._open_log() as log:
                 self._process = await asyncio.create_subprocess_exec(
                     *(self._python, "-m", "ostinato_engines.engine_process", str(path)),
                     stdin=asyncio.subprocess.DEVNULL,
@@ -159,7 +171,10 @@ class EngineProcess(AsyncServerBase):
             await asyncio.wait([ended, connected], timeout=_CONNECT_S, return_when=asyncio.FIRST_COMPLETED)
             ended.cancel()
             if not connected.done():
-                raise EngineCrashedError(f"got an error:{explain(self._log_tail(), self._install_hint())}")
+                raise EngineStartError(
+                    f"{self._build.engine} must start under {self._python}, got no connection:"
+                    f"{self._told(self._install_hint())}"
+                )
         except OSError as error:
             raise EngineStartError(
                 f"python must be an interpreter that runs here, got {self._python} ({error}); check the path"
@@ -169,6 +184,15 @@ class EngineProcess(AsyncServerBase):
         reader, self._writer = connected.result()
         await self._check_hello(reader)
         self._reading = asyncio.ensure_future(self._read(reader))
+
+    def _open_log(self) -> IO[bytes]:
+        try:
+            self._log_path.parent.mkdir(parents=True, exist_ok=True)
+            return self._log_path.open("wb")
+        except OSError as error:
+            raise EngineStartError(
+                f"log_path must be a file that can be written, got {self._log_path} ({error}); choose another"
+            ) from error
 
     def _install_hint(self) -> EngineError:
         return EngineError(
@@ -224,6 +248,11 @@ class EngineProcess(AsyncServerBase):
 
     def capabilities(self) -> Capabilities:
         return self._capabilities
+
+    @property
+    def versions(self) -> str:
+        """Of what the engine runs on there; empty before it has started."""
+        return self._versions
 
     # Calls
 
@@ -344,20 +373,19 @@ class EngineProcess(AsyncServerBase):
     def _gone(self) -> EngineError:
         if self._status.closed:
             return EngineClosedError("server must be running, is shut down; create a new server")
-        return EngineCrashedError(
-            f"engine process must not end, got an error:{explain(self._log_tail(), EngineError('the process is gone'))}"
-        )
+        return EngineCrashedError(f"engine process must not end, got an error:{self._told(EngineError(_GONE))}")
 
-    @property
-    def _log_file(self) -> Path:
-        return self._folder / "log"
+    def _told(self, error: EngineError) -> str:
+        """What the end of the log and an error say, the likely cure, and where the rest is."""
+        text = explain(self._log_tail(), error)
+        return f"{text}\nthe whole log is in {self._log_path}" if self._is_log_kept else text
 
     def _log_tail(self) -> str:
         """The end of what the process printed."""
-        if not self._log_file.is_file():
+        if not self._log_path.is_file():
             return ""
-        with self._log_file.open("rb") as file:
-            file.seek(max(0, self._log_file.stat().st_size - _TAIL_BYTES))
+        with self._log_path.open("rb") as file:
+            file.seek(max(0, self._log_path.stat().st_size - _TAIL_BYTES))
             return file.read().decode(errors="replace")
 
 

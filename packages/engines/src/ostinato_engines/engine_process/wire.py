@@ -13,7 +13,7 @@ from ostinato_engines import errors
 from ostinato_engines.errors import EngineCrashedError, EngineError
 from ostinato_engines.types import Capabilities, SamplingParams
 
-PROTOCOL = 1
+PROTOCOL = 2
 _LENGTH = struct.Struct("!I")
 _MAX_MESSAGE_BYTES = 1 << 30
 
@@ -32,6 +32,8 @@ class Build(msgspec.Struct, frozen=True):
     """A name of `ostinato_engines.loading.ENGINES`, or a place and a class: `module:Class`, `file.py:Class`."""
     model: str
     settings: dict[str, Any]
+    required: tuple[str, ...] = ()
+    """Settings that the class must name itself."""
 
 
 class Built(msgspec.Struct, frozen=True):

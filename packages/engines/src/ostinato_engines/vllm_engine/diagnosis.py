@@ -27,6 +27,8 @@ _CURES = (
         r"memory utilization|requested memory for kv|less than requested memory|kv cache",
         "ask for less: lower gpu_memory_utilization, or set VLLM_CPU_KVCACHE_SPACE (GiB) on a machine without a GPU",
     ),
+    (r"must hold this package|No module named '?ostinato_engines", "install it there, in the version that is here"),
+    (r"No module named", "install what is missing into the environment of the engine's interpreter"),
     (r"trust_remote_code", "pass engine_args={'trust_remote_code': True} if you trust the checkpoint's code"),
     (
         r"are not supported for now|[Aa]rchitectures? .*not supported|no vLLM implementation|Cannot find model",
