@@ -32,6 +32,14 @@ async def test_a_start_that_fails_shuts_the_others_down(stub_server):
     assert servers[0].log == ["start", "shutdown"]
 
 
+async def test_an_engine_that_does_not_start_is_told_without_counting(stub_server):
+    """Where there is one replica, the message is the engine's own."""
+    server = stub_server()
+    server.failing.add("start")
+    with pytest.raises(ReplicaError, match=r"^the engine must start, got RuntimeError: start is broken"):
+        await ServerPool([server]).start()
+
+
 async def test_new_weights_reach_all_and_each_gets_its_own_stream(stub_server):
     """make_weights is called once per replica, and the pool then serves the new version."""
     servers = [stub_server(), stub_server()]

@@ -29,18 +29,23 @@ class ServerPool:
     Args:
         servers: The replicas, at least one, not started yet.
         timeout_s: Longest time that one operation on one replica may take.
+        start_timeout_s: The same of its start, which engines bound themselves and then say more.
     """
 
-    def __init__(self, servers: Sequence[AsyncServerBase], *, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, servers: Sequence[AsyncServerBase], *, timeout_s: float = 600.0, start_timeout_s: float = 1800.0
+    ) -> None:
         if not servers:
             raise NoReplicaError("servers must hold at least one replica, got none; build one first")
         if len({id(server) for server in servers}) != len(servers):
             raise SessionInputError("servers must be distinct objects, got one twice; build one for each replica")
-        if not timeout_s > 0:
-            raise SessionInputError(f"timeout_s must be positive, got {timeout_s}; give seconds")
+        for name, value in (("timeout_s", timeout_s), ("start_timeout_s", start_timeout_s)):
+            if not value > 0:
+                raise SessionInputError(f"{name} must be positive, got {value}; give seconds")
         self._all: dict[int, AsyncServerBase] = dict(enumerate(servers))
         self._in_service: dict[int, AsyncServerBase] = dict(self._all)
         self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
         self._clients: weakref.WeakSet[LLMServerClient] = weakref.WeakSet()
         self.lost: dict[int, Failure] = {}
         """Replicas taken out of service, by their index, and why."""
@@ -71,15 +76,19 @@ class ServerPool:
 
     async def start(self) -> None:
         """Start every replica. If one fails, the others are shut down again and its error is raised."""
-        failures = await self._on_each("start", lambda server: server.start())
+        failures = await self._on_each("start", lambda server: server.start(), timeout_s=self._start_timeout_s)
         if failures:
             await self.shutdown()
             replica, error = next(iter(failures.items()))
-            raise ReplicaError(
-                f"all {len(self._all)} replicas must start, got {len(failures)} failures; the first, replica {replica}:"
-                f" {type(error).__name__}: {error}",
-                replica=replica,
-            ) from error
+            told = f"{type(error).__name__}: {error}"
+            if len(self._all) == 1:
+                message = f"the engine must start, got {told}"
+            else:
+                message = (
+                    f"all {len(self._all)} replicas must start, got {len(failures)} failures; "
+                    f"the first, replica {replica}: {told}"
+                )
+            raise ReplicaError(message, replica=replica) from error
 
     async def shutdown(self) -> None:
         """Shut every replica down, those out of service too; failures are logged."""
@@ -168,12 +177,15 @@ class ServerPool:
         purpose: str,
         operation: Callable[[AsyncServerBase], Awaitable[None]],
         servers: dict[int, AsyncServerBase] | None = None,
+        *,
+        timeout_s: float | None = None,
     ) -> dict[int, Exception]:
         """Run `operation` on all at once, each under the deadline; return the errors by replica."""
         failures: dict[int, Exception] = {}
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
 
         async def one(replica: int, server: AsyncServerBase) -> None:
-            deadline = asyncio.timeout(self._timeout_s)
+            deadline = asyncio.timeout(limit_s)
             try:
                 async with deadline:
                     await operation(server)
@@ -182,7 +194,7 @@ class ServerPool:
                     failures[replica] = error
                     return
                 failures[replica] = TimeoutError(
-                    f"replica {replica} must {purpose} within {self._timeout_s:g} s, got no answer; look at its log"
+                    f"replica {replica} must {purpose} within {limit_s:g} s, got no answer; look at its log"
                 )
             except asyncio.CancelledError as error:
                 task = asyncio.current_task()
