@@ -137,7 +137,7 @@ def test_unknown_keys_name_the_right_one(override: str, right: str) -> None:
         ("critic.optim.lr=1", "no critic"),
         ("actor_rollout_ref.ref.log_prob_micro_batch_size=1", "reference policy"),
         ("async_training.staleness_threshold=0.1", "on-policy"),
-        (f"{ROLLOUT}.gpu_memory_utilization=0.5", "inference engine"),
+        (f"{ROLLOUT}.free_cache_engine=true", "keeps its memory"),
         (f"{ACTOR}.strategy=fsdp2", "not in this version"),
         (f"{ACTOR}.strategy=megatron", "not in this version"),
         ("data.return_raw_chat=false", "tokenized a second time"),

@@ -33,6 +33,22 @@ def test_jsonl_is_one_line_a_step_on_disk_at_once(tmp_path: Path) -> None:
     log.close()
 
 
+def test_the_first_line_says_what_the_run_is_made_with(tmp_path: Path) -> None:
+    """What describes the run is in the first line of its file and on the console, once."""
+    stream = io.StringIO()
+    log = Loggers([JsonlLogger(tmp_path / "m.jsonl"), ConsoleLogger(Console(file=stream, width=20))])
+    log.describe({"versions/engine": "Python 3.12.8, vllm 0.32.0, torch 2.13.0"})
+    assert stream.getvalue() == "versions/engine  Python 3.12.8, vllm 0.32.0, torch 2.13.0\n"
+    for step in (1, 2):
+        log.log(step, {"x": 1.0})
+    lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"step": 1, "versions/engine": "Python 3.12.8, vllm 0.32.0, torch 2.13.0", "x": 1.0},
+        {"step": 2, "x": 1.0},
+    ]
+    log.close()
+
+
 def test_an_earlier_run_s_file_is_kept(tmp_path: Path) -> None:
     """A new run does not write into the file of an earlier one; resuming does."""
     path = tmp_path / "metrics.jsonl"
@@ -61,6 +77,9 @@ class Broken:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
+
+    def describe(self, facts: Mapping[str, str]) -> None:
+        raise AssertionError("not asked here")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.steps.append(step)
@@ -122,9 +141,11 @@ def test_mlflow_records_metrics_and_settings(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     log = Loggers.from_config(Config(trainer=TrainerConfig(logger=("mlflow",), project_name="p", experiment_name="e")))
+    log.describe({"versions/engine": "vllm 0.32.0"})
     log.log(1, METRICS)
     log.close()
     run = mlflow.search_runs(experiment_names=["p"], output_format="list")[0]
     assert run.data.metrics["critic/score/mean"] == 0.5
     assert run.data.metrics["val-core/s/acc/mean_at_1"] == 1.0
     assert run.data.params["trainer.experiment_name"] == "e"
+    assert run.data.tags["versions/engine"] == "vllm 0.32.0"

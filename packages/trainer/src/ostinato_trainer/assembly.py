@@ -15,9 +15,8 @@ import msgspec
 
 from ostinato_agent_loop import AgentLoopManager, agent_loop_class, load_manager_class, make_tool_executor
 from ostinato_agent_loop.rows import row_tool_selection
-from ostinato_engines import AsyncServerBase
-from ostinato_engines.device import pick_device, seed_all
-from ostinato_engines.loading import construct_server, load_server_class
+from ostinato_engines.device import seed_all
+from ostinato_engines.versions import installed_versions
 from ostinato_rollout import ServerPool, SessionBudget
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens
 from ostinato_tools import ToolExecutor
@@ -34,6 +33,7 @@ from ostinato_trainer.model_files import check_model_folder, load_tokenizer
 from ostinato_trainer.ppo_trainer import PPOTrainer, TrainerCallback, TrainerParts
 from ostinato_trainer.prompt_loader import PromptLoader
 from ostinato_trainer.rewards import RewardManager
+from ostinato_trainer.rollout_engine import build_server
 from ostinato_trainer.row_names import check_row_names
 
 
@@ -71,7 +71,8 @@ async def _run(config: Config, callbacks: Sequence[TrainerCallback]) -> None:
     tokenizer = load_tokenizer(model)
     tools = make_tool_executor(config.actor_rollout_ref.rollout.multi_turn, tokenizer)
     rewards = RewardManager(config.reward, tokenizer)
-    pool = ServerPool([build_server(config)])
+    server = build_server(config)
+    pool = ServerPool([server])
     manager = build_manager(config, tokenizer, pool, tools, rewards)
     train_rows, val_rows = build_datasets(config, tokenizer, tools)
     for rows in (train_rows, val_rows):
@@ -91,6 +92,7 @@ async def _run(config: Config, callbacks: Sequence[TrainerCallback]) -> None:
         stack.push_async_callback(pool.shutdown)
         stack.push_async_callback(tools.close)
         await pool.start()
+        loggers.describe({"versions/trainer": installed_versions(), "versions/engine": server.versions})
         parts = TrainerParts(
             loader=loader,
             val_rows=[] if val_rows is None else [val_rows[index] for index in range(len(val_rows))],
@@ -117,29 +119,6 @@ def build_datasets(
         return create_dataset(paths, config=config.data, tokenizer=tokenizer, tool_schemas=schemas_of)
 
     return rows(config.data.train_paths), rows(config.data.val_paths) if config.data.val_paths else None
-
-
-def build_server(config: Config) -> AsyncServerBase:
-    """The engine: one of ours by name, or a third party's by class path."""
-    rollout = config.actor_rollout_ref.rollout
-    model_path = str(config.actor_rollout_ref.model.path)
-    max_model_len = rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length
-    settings = {
-        "device": pick_device(config.trainer.device or "auto"),
-        "dtype": config.actor_rollout_ref.actor.dtype,
-        "max_model_len": max_model_len,
-        "max_num_seqs": rollout.max_num_seqs,
-        "full_determinism": rollout.full_determinism,
-        # The trainer's weights are float32 whatever both compute in.
-        "cast_weights": True,
-    }
-    custom = rollout.agent.custom_async_server
-    if custom.path is not None and custom.name is not None:
-        server_class = load_server_class(custom.path, custom.name)
-        return construct_server(server_class, model_path, {**settings, "seed": config.rollout_seed})
-    from ostinato_engines.transformers_server import TransformersServer
-
-    return TransformersServer(model_path, **settings)
 
 
 def build_manager(

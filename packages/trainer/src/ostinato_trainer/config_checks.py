@@ -109,6 +109,15 @@ def unread_keys(config: Config, written: Collection[str]) -> list[str]:
             ("algorithm.norm_adv_by_std_in_grpo",),
         ),
         (not config.data.shuffle, "data.shuffle is false", ("data.seed",)),
+        (
+            True,
+            f"{_ROLLOUT}.name is {rollout.name}",
+            tuple(
+                f"{_ROLLOUT}.engine_kwargs.{name}"
+                for name in rollout.engine_kwargs.__struct_fields__
+                if name != rollout.name
+            ),
+        ),
     )
     return [
         f"{key} has no effect while {why}" for applies, why, keys in rules if applies for key in keys if key in written
@@ -121,6 +130,9 @@ def check_runnable(config: Config) -> None:
     Raises:
         ConfigError: naming every key that must be given or changed, the reason and the cure.
     """
+    # The engine's class is loaded to be asked; a configuration that is only read needs none.
+    from ostinato_trainer.rollout_engine import engine_problems
+
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     problems = consistency_problems(config)
     if config.actor_rollout_ref.model.path is None:
@@ -135,18 +147,10 @@ def check_runnable(config: Config) -> None:
             f"data.val_files must name a file while trainer.test_freq is {trainer.test_freq}, got none; "
             "write data.val_files=PATH or trainer.test_freq=-1"
         )
-    if rollout.name != "transformers" and rollout.agent.custom_async_server.path is None:
-        problems.append(
-            f"{_ROLLOUT}.name must be transformers to run in this version, got {rollout.name}: it has no adapter "
-            f"yet; write {_ROLLOUT}.name=transformers, or bring your own by {_ROLLOUT}.agent.custom_async_server.path"
-        )
-    for path, value in (
-        (f"{_ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size),
-        ("trainer.nnodes", trainer.nnodes),
-        ("trainer.n_gpus_per_node", trainer.n_gpus_per_node),
-    ):
+    problems += engine_problems(config)
+    for path, value in (("trainer.nnodes", trainer.nnodes), ("trainer.n_gpus_per_node", trainer.n_gpus_per_node)):
         if value > 1:
-            problems.append(f"{path} must be 1: this version runs on one device, got {value}; write {path}=1")
+            problems.append(f"{path} must be 1: this version trains on one device, got {value}; write {path}=1")
     if (why := _MISSING_ESTIMATORS.get(config.algorithm.adv_estimator)) is not None:
         problems.append(
             f"algorithm.adv_estimator must be grpo or rloo, got {config.algorithm.adv_estimator}: {why}; "

@@ -49,6 +49,12 @@ RENAMED_NAMES: Final[dict[str, str]] = {
     "tp_size": f"{_ROLLOUT}.tensor_model_parallel_size",
     "tensor_parallel_size": f"{_ROLLOUT}.tensor_model_parallel_size",
     "backend": f"{_ROLLOUT}.name",
+    "use_vllm": f"{_ROLLOUT}.name",
+    "mem_fraction_static": f"{_ROLLOUT}.gpu_memory_utilization",
+    "vllm_gpu_memory_utilization": f"{_ROLLOUT}.gpu_memory_utilization",
+    "enable_chunked_prefill": f"{_ROLLOUT}.engine_kwargs.vllm",
+    "vllm_kwargs": f"{_ROLLOUT}.engine_kwargs.vllm",
+    "sglang_kwargs": f"{_ROLLOUT}.engine_kwargs.sglang",
     "context_length": f"{_ROLLOUT}.max_model_len",
     "max_new_tokens": "data.max_response_length",
     "max_completion_length": "data.max_response_length",
@@ -141,7 +147,7 @@ _LOG_PROB: Final = f"log-probabilities are computed {_ACTOR}.ppo_max_token_len_p
 _NO_CRITIC: Final = "this version has no critic"
 _ONE_DEVICE: Final = "this version trains on one device"
 _NO_ADAPTERS: Final = "this version trains all weights"
-_HF_ENGINE: Final = "it belongs to an inference engine that this version does not run"
+_ONE_ENGINE: Final = f"there is one engine, in this process or under {_ROLLOUT}.engine_python"
 
 UNREAD_NAMES: Final[dict[str, str]] = {
     "staleness_threshold": _ON_POLICY,
@@ -156,18 +162,10 @@ UNREAD_NAMES: Final[dict[str, str]] = {
     "parameter_sync_step": _ON_POLICY,
     "trigger_parameter_sync_step": _ON_POLICY,
     "weight_sync_steps": _ON_POLICY,
-    "gpu_memory_utilization": _HF_ENGINE,
-    "mem_fraction_static": _HF_ENGINE,
-    "enforce_eager": _HF_ENGINE,
-    "enable_chunked_prefill": _HF_ENGINE,
-    "max_num_batched_tokens": _HF_ENGINE,
-    "free_cache_engine": _HF_ENGINE,
-    "engine_kwargs": _HF_ENGINE,
-    "load_format": _HF_ENGINE,
-    "use_vllm": _HF_ENGINE,
-    "vllm_mode": _HF_ENGINE,
-    "vllm_gpu_memory_utilization": _HF_ENGINE,
-    "vllm_num_engines": _HF_ENGINE,
+    "free_cache_engine": "the engine keeps its memory while the trainer computes",
+    "load_format": "the engine loads the model's files, and then the trainer's weights",
+    "vllm_mode": _ONE_ENGINE,
+    "vllm_num_engines": _ONE_ENGINE,
     "async_train": _ON_POLICY,
     "importance_sampling_level": "ratios are of tokens",
     "mask_truncated_completions": "a truncated answer is scored like any other",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
 from ostinato_agent_loop import (
@@ -14,7 +15,23 @@ from ostinato_agent_loop import (
 )
 from ostinato_agent_loop import RolloutConfig as AgentRolloutConfig
 
-__all__ = ["AgentConfig", "CustomServerConfig", "MultiTurnConfig", "RolloutConfig", "ValidationSamplingConfig"]
+__all__ = [
+    "AgentConfig",
+    "CustomServerConfig",
+    "EngineKwargsConfig",
+    "MultiTurnConfig",
+    "RolloutConfig",
+    "ValidationSamplingConfig",
+]
+
+
+class EngineKwargsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What engines take beyond the keys of `actor_rollout_ref.rollout`, each under its own names (`engine_kwargs`)."""
+
+    vllm: dict[str, Any] = msgspec.field(default_factory=dict)
+    """vLLM's engine arguments by their own names, such as `block_size`; one that it does not know is refused at start."""
+    sglang: dict[str, Any] = msgspec.field(default_factory=dict)
+    """SGLang's server arguments by their own names; one that it does not know is refused at start."""
 
 
 class RolloutConfig(AgentRolloutConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -22,6 +39,9 @@ class RolloutConfig(AgentRolloutConfig, frozen=True, forbid_unknown_fields=True,
 
     name: Literal["transformers", "vllm", "sglang"] = "transformers"
     """Inference engine."""
+    engine_python: str | None = None
+    """Interpreter of the environment that the engine lives in, so that its pins need not be the trainer's; that environment
+    holds the engine and ostinato-engines. null: the engine runs in this process."""
     mode: Literal["async"] = "async"
     """Agents run concurrently on an asynchronous server; only async exists."""
     seed: int | None = None
@@ -34,3 +54,12 @@ class RolloutConfig(AgentRolloutConfig, frozen=True, forbid_unknown_fields=True,
     """Make a run repeat exactly: batches in the engine are formed in request order, whatever comes first."""
     tensor_model_parallel_size: Annotated[int, Meta(ge=1)] = 1
     """Devices over which one engine replica is split."""
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """Part of a device's memory that the engine takes for weights and cache; where the trainer uses the same device, leave it
+    the rest. null: the engine's own choice, which for vLLM is nearly all."""
+    enforce_eager: bool = False
+    """Let the engine start faster and run slower: no graphs are captured."""
+    max_num_batched_tokens: Annotated[int, Meta(ge=1)] | None = None
+    """Tokens that one step of the engine computes for all conversations; null: the engine's own choice."""
+    engine_kwargs: EngineKwargsConfig = EngineKwargsConfig()
+    """What engines take beyond these keys."""

@@ -10,7 +10,7 @@ import errno
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -41,6 +41,10 @@ class MetricsLogger(Protocol):
     name: str
     """What the configuration calls it."""
 
+    def describe(self, facts: Mapping[str, str]) -> None:
+        """Record what the run is made with, once, before its first step."""
+        ...
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step."""
         ...
@@ -58,6 +62,11 @@ class ConsoleLogger:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
 
+    def describe(self, facts: Mapping[str, str]) -> None:
+        """Print a line for each fact."""
+        for name, fact in facts.items():
+            self._console.print(f"{name}  {fact}", markup=False, highlight=False, soft_wrap=True)
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the line; without any of the usual metrics, the first few that there are."""
         shown = [(label, metrics[key]) for key, label in _CONSOLE_METRICS if key in metrics]
@@ -73,6 +82,8 @@ class ConsoleLogger:
 
 class JsonlLogger:
     """`metrics.jsonl`: one JSON object a step, written out at once; NaN and infinities become null.
+
+    The first object of a run also has what describes the run.
 
     Args:
         path: the file; its folder is made. A file of an earlier run is kept under another name, `metrics.1.jsonl`.
@@ -90,10 +101,15 @@ class JsonlLogger:
         if not resume and self.path.exists() and self.path.stat().st_size:
             os.replace(self.path, _free_name(self.path))
         self._file = self.path.open("ab", buffering=0)
+        self._facts: dict[str, str] = {}
+
+    def describe(self, facts: Mapping[str, str]) -> None:
+        """Keep the facts for the next line."""
+        self._facts.update(facts)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the line of a step."""
-        line = {"step": step, **{key: _json_number(value) for key, value in metrics.items()}}
+        line = {"step": step, **self._facts, **{key: _json_number(value) for key, value in metrics.items()}}
         text = msgspec.json.encode(line) + b"\n"
         size = os.fstat(self._file.fileno()).st_size
         try:
@@ -102,6 +118,7 @@ class JsonlLogger:
         except BaseException:
             self._file.truncate(size)  # a file of whole lines, whatever ended this one
             raise
+        self._facts = {}
 
     def close(self) -> None:
         """Close the file."""
@@ -139,13 +156,21 @@ class Loggers:
         """Names of the loggers that still work."""
         return tuple(each.name for each in self._loggers)
 
+    def describe(self, facts: Mapping[str, str]) -> None:
+        """Tell every logger what the run is made with."""
+        logger.info("this run: %s", "; ".join(f"{name} {fact}" for name, fact in facts.items()))
+        self._tell("before the first step", lambda each: each.describe(facts))
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Give the metrics of a step to every logger that still works."""
+        self._tell(f"at step {step}", lambda each: each.log(step, metrics))
+
+    def _tell(self, when: str, tell: Callable[[MetricsLogger], None]) -> None:
         for each in tuple(self._loggers):
             try:
-                each.log(step, metrics)
+                tell(each)
             except Exception:
-                logger.exception("the logger %s failed at step %d and gets no further metrics", each.name, step)
+                logger.exception("the logger %s failed %s and gets no further metrics", each.name, when)
                 self._loggers.remove(each)
                 with contextlib.suppress(Exception):  # said already
                     each.close()

@@ -46,6 +46,10 @@ class MlflowLogger:
                 "check MLFLOW_TRACKING_URI, or leave mlflow out of trainer.logger"
             ) from error
 
+    def describe(self, facts: Mapping[str, str]) -> None:
+        """Record the facts as tags of the run."""
+        mlflow.set_tags(dict(facts))
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step; `@` in a name becomes `_at_`, since MLflow does not take it."""
         named = {_NOT_IN_NAMES.sub("_", key.replace("@", "_at_")): float(value) for key, value in metrics.items()}

@@ -1,0 +1,145 @@
+"""From a configuration to the engine that samples: which class, with which settings, in which process.
+
+Invariant: what somebody has set reaches the engine, or is refused by its key; what nobody has set is the engine's own choice.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+from ostinato_engines import AsyncServerBase
+from ostinato_engines.device import pick_device
+from ostinato_engines.engine_process import EngineProcess
+from ostinato_engines.loading import ENGINES, construct_server, engine_class, load_server_class, names_not_taken
+from ostinato_trainer.config import Config, RolloutConfig
+
+__all__ = ["ENGINE_LOG", "build_server", "engine_problems"]
+
+ENGINE_LOG: Final = "engine.log"
+"""What an engine's process prints, in the run's folder."""
+
+_ROLLOUT: Final = "actor_rollout_ref.rollout"
+
+
+def build_server(config: Config) -> AsyncServerBase:
+    """The engine, not started: one of ours by name or a third party's by class path, here or under `engine_python`.
+
+    Raises:
+        EngineError: The class cannot be loaded, or does not take what is set.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    model_path = str(config.actor_rollout_ref.model.path)
+    chosen = {parameter: value for _, parameter, value in _chosen(rollout)}
+    settings = {**_settings(config), **chosen}
+    custom = rollout.agent.custom_async_server
+    if rollout.engine_python is not None:
+        return EngineProcess(
+            rollout.name if custom.path is None else f"{custom.path}:{custom.name}",
+            model_path,
+            python=_interpreter(rollout.engine_python),
+            settings=settings,
+            required=chosen,
+            log_path=Path(config.trainer.local_dir) / ENGINE_LOG,
+        )
+    if custom.path is not None and custom.name is not None:
+        server_class = load_server_class(custom.path, custom.name)
+    else:
+        server_class = engine_class(rollout.name)
+    return construct_server(server_class, model_path, settings, required=chosen)
+
+
+def engine_problems(config: Config) -> list[str]:
+    """Sentences about an engine that is not there and about keys that it would not read; empty where it can be started."""
+    rollout = config.actor_rollout_ref.rollout
+    problems = _process_problems(rollout)
+    if rollout.agent.custom_async_server.path is not None:
+        return problems  # what its class takes is asked when it is made
+    if rollout.name not in ENGINES:
+        problems.append(
+            f"{_ROLLOUT}.name must be one of {', '.join(ENGINES)} to run in this version, got {rollout.name}: it has no "
+            f"adapter yet; write {_ROLLOUT}.name=transformers, or bring your own by {_ROLLOUT}.agent.custom_async_server.path"
+        )
+        return problems
+    if rollout.engine_python is None and importlib.util.find_spec(rollout.name) is None:
+        problems.append(
+            f"{_ROLLOUT}.name must be an engine that is installed, got {rollout.name}, which is not in this environment; "
+            f"write {_ROLLOUT}.engine_python=PATH of an interpreter whose environment has {rollout.name} and ostinato-engines"
+        )
+    wanted = [
+        *_chosen(rollout),
+        *([("full_determinism", "full_determinism", True)] if rollout.full_determinism else []),
+    ]
+    not_taken = names_not_taken(engine_class(rollout.name), [parameter for _, parameter, _ in wanted])
+    problems += [
+        f"{_ROLLOUT}.{key} must be left out, since {rollout.name} does not read it, got {value}; "
+        f"write {_ROLLOUT}.{key}={_unset(key)}"
+        for key, parameter, value in wanted
+        if parameter in not_taken
+    ]
+    return problems
+
+
+def _process_problems(rollout: RolloutConfig) -> list[str]:
+    if rollout.engine_python is None:
+        return []
+    problems = []
+    if shutil.which(_interpreter(rollout.engine_python)) is None:
+        problems.append(
+            f"{_ROLLOUT}.engine_python must be an interpreter that runs here, got {rollout.engine_python}; "
+            "write the path of an environment's bin/python"
+        )
+    if rollout.full_determinism:
+        problems.append(
+            f"{_ROLLOUT}.full_determinism must be false with engine_python, got true: when a request reaches another process "
+            f"is left to the clock; write {_ROLLOUT}.full_determinism=false or {_ROLLOUT}.engine_python=null"
+        )
+    return problems
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """What every engine is offered."""
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    return {
+        "device": pick_device(config.trainer.device or "auto"),
+        "dtype": config.actor_rollout_ref.actor.dtype,
+        "max_model_len": rollout.max_model_len or data.max_prompt_length + data.max_response_length,
+        "max_num_seqs": rollout.max_num_seqs,
+        "full_determinism": rollout.full_determinism,
+        # The trainer's weights are float32 whatever both compute in.
+        "cast_weights": True,
+        "seed": config.rollout_seed,
+    }
+
+
+def _chosen(rollout: RolloutConfig) -> list[tuple[str, str, Any]]:
+    """What is set of the keys that not every engine reads: key below the rollout, parameter of the engine's class, value."""
+    engine_args = getattr(rollout.engine_kwargs, rollout.name, {})
+    keys = (
+        ("tensor_model_parallel_size", "tensor_parallel_size", rollout.tensor_model_parallel_size),
+        ("gpu_memory_utilization", "gpu_memory_utilization", rollout.gpu_memory_utilization),
+        ("enforce_eager", "enforce_eager", rollout.enforce_eager),
+        ("max_num_batched_tokens", "max_num_batched_tokens", rollout.max_num_batched_tokens),
+        (f"engine_kwargs.{rollout.name}", "engine_args", engine_args),
+    )
+    return [(key, parameter, value) for key, parameter, value in keys if value != _default(key)]
+
+
+def _default(key: str) -> Any:
+    """The value of a key that nobody has set."""
+    node: Any = RolloutConfig()
+    for name in key.split("."):
+        node = getattr(node, name, {})
+    return node
+
+
+def _unset(key: str) -> str:
+    """How an override writes the value of a key that nobody has set."""
+    value = _default(key)
+    return "null" if value is None else str(value).lower()
+
+
+def _interpreter(python: str) -> str:
+    return str(Path(python).expanduser())

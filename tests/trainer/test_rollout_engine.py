@@ -1,0 +1,92 @@
+"""From keys to an engine: what is set reaches it, what is not set stays its own choice."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ostinato_engines import EngineLoadError
+from ostinato_engines.engine_process import EngineProcess
+from ostinato_engines.transformers_server import TransformersServer
+from ostinato_engines.vllm_server import VLLMServer
+from ostinato_trainer.config_loading import load_config
+from ostinato_trainer.rollout_engine import ENGINE_LOG, build_server
+
+ROLLOUT = "actor_rollout_ref.rollout"
+BASE = ("actor_rollout_ref.model.path=m", "data.train_files=a.parquet", "trainer.device=cpu")
+
+SERVER = """
+from ostinato_engines import AsyncServerBase
+
+class Own(AsyncServerBase):
+    def __init__(self, model, *, seed, enforce_eager=False):
+        self.got = {"model": model, "seed": seed, "enforce_eager": enforce_eager}
+    async def generate(self, prompt_ids, sampling_params, request_id, media=()):
+        return [0]
+    async def chat_completion(self, raw_request):
+        return {}
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> tuple[str, str]:
+    """A third party's server, named by path."""
+    (tmp_path / "own.py").write_text(SERVER)
+    prefix = f"{ROLLOUT}.agent.custom_async_server"
+    return f"{prefix}.path={tmp_path / 'own.py'}", f"{prefix}.name=Own"
+
+
+def test_the_embedded_engine_is_the_default() -> None:
+    """Without a word about engines the model is served in this process."""
+    assert isinstance(build_server(load_config([], BASE)), TransformersServer)
+
+
+def test_every_key_reaches_vllm() -> None:
+    """Each key that vLLM's adapter reads is the option of the same meaning; without it the adapter's default stands."""
+    named = f"{ROLLOUT}.name=vllm"
+    plain = build_server(load_config([], [*BASE, named]))
+    assert isinstance(plain, VLLMServer)
+    options = plain._options
+    assert (options.gpu_memory_utilization, options.enforce_eager, options.max_num_batched_tokens) == (
+        None,
+        False,
+        None,
+    )
+    keys = {
+        "tensor_model_parallel_size": 2,
+        "gpu_memory_utilization": 0.4,
+        "enforce_eager": "true",
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 7,
+        "max_model_len": 2048,
+        "engine_kwargs.vllm.block_size": 32,
+    }
+    server = build_server(load_config([], [*BASE, named, *(f"{ROLLOUT}.{key}={value}" for key, value in keys.items())]))
+    assert isinstance(server, VLLMServer)
+    options = server._options
+    assert (options.tensor_parallel_size, options.gpu_memory_utilization, options.enforce_eager) == (2, 0.4, True)
+    assert (options.max_num_batched_tokens, options.max_num_seqs, options.max_model_len) == (512, 7, 2048)
+    assert (dict(options.more), options.dtype, options.cast_weights) == ({"block_size": 32}, "float32", True)
+
+
+def test_a_server_of_one_s_own_takes_what_it_names_of_what_is_set(own: tuple[str, str]) -> None:
+    """It is made with the run's settings; a key that somebody set and it does not take is refused, not lost."""
+    server = build_server(load_config([], [*BASE, *own, f"{ROLLOUT}.seed=5", f"{ROLLOUT}.enforce_eager=true"]))
+    assert server.got == {"model": "m", "seed": 5, "enforce_eager": True}  # type: ignore[attr-defined]
+    with pytest.raises(EngineLoadError, match="Own must take gpu_memory_utilization, which is set"):
+        build_server(load_config([], [*BASE, *own, f"{ROLLOUT}.gpu_memory_utilization=0.5"]))
+
+
+async def test_an_interpreter_puts_any_engine_into_a_process_of_its_own(own: tuple[str, str], tmp_path: Path) -> None:
+    """With engine_python the same class is made by the same rules elsewhere, and its log lies in the run's folder."""
+    elsewhere = (f"{ROLLOUT}.engine_python={sys.executable}", f"trainer.default_local_dir={tmp_path / 'run'}")
+    server = build_server(load_config([], [*BASE, *own, *elsewhere]))
+    assert isinstance(server, EngineProcess)
+    async with server:
+        assert await server.generate([1], {}, "a") == await server.generate([1], {}, "b")
+        assert "torch" in server.versions
+    assert (tmp_path / "run" / ENGINE_LOG).is_file()
+    server = build_server(load_config([], [*BASE, *own, *elsewhere, f"{ROLLOUT}.gpu_memory_utilization=0.5"]))
+    with pytest.raises(EngineLoadError, match="Own must take gpu_memory_utilization, which is set"):
+        await server.start()
+    await server.shutdown()
