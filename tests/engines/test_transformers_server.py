@@ -146,6 +146,13 @@ async def test_conversations_beyond_the_slots_give_way(serve, make_model):
     assert (await server.generate(prompts["e"], GREEDY, "e")).num_cached_tokens == 0
 
 
+async def test_it_says_how_many_conversations_keep_their_state(serve, make_model):
+    """The capacity is that of its rows, of which a conversation takes one whatever its length."""
+    server = await serve(make_model(), max_num_seqs=3)
+    assert server.capabilities().kv_capacity_sessions == 3
+    assert server.capabilities().kv_capacity_tokens is None
+
+
 async def test_one_turn_at_a_time(serve, make_model):
     """A second request under an id in flight is refused and leaves the first alone."""
     server = await serve(make_model())

@@ -40,6 +40,7 @@ from ostinato_engines.vllm_engine.answers import Conversing, to_token_output  # 
 from ostinato_engines.vllm_engine.checkpoint import CheckpointTensors  # noqa: E402
 from ostinato_engines.vllm_engine.fan_out import send_to_all  # noqa: E402
 from ostinato_engines.vllm_engine.filtering import filtered  # noqa: E402
+from ostinato_engines.vllm_engine.running import RunningEngine  # noqa: E402
 from ostinato_engines.vllm_engine.sampling import FILTERS_KEY, to_vllm  # noqa: E402
 from ostinato_engines.vllm_server import VLLMServer  # noqa: E402
 from ostinato_engines.weight_transfer import WeightListener, WeightReceiver, connect  # noqa: E402
@@ -327,6 +328,21 @@ async def test_a_failure_ends_the_stream_for_all():
         await fan_out(broken)
     with pytest.raises(WeightUpdateError, match="w4"):
         await fan_out(lambda named: iter(named[:-1]))
+
+
+@pytest.mark.parametrize(
+    ("cache", "expected"),
+    [
+        ({"num_gpu_blocks": 100, "block_size": 16}, 1600),
+        ({"num_gpu_blocks": 100, "block_size": 16, "kv_cache_size_tokens": 800}, 800),
+        ({"num_gpu_blocks": None, "block_size": 16, "kv_cache_size_tokens": None}, None),
+    ],
+)
+def test_the_capacity_of_the_cache(cache, expected):
+    """vLLM's own figure counts where it tells one, else its blocks; nothing is claimed where neither is known."""
+    llm = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=SimpleNamespace(**cache)))
+    engine = RunningEngine(llm=llm, parts=None, chat=None, lora=None, tensors=None, why_no_update="")
+    assert engine.kv_capacity_tokens == expected
 
 
 async def test_a_server_that_was_never_started():

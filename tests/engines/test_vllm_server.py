@@ -116,6 +116,7 @@ async def test_what_is_installed_is_told(server):
     assert "torch" in health.detail
     assert server.capabilities().engine in health.detail
     assert server.capabilities().sleep_levels == ()
+    assert server.capabilities().kv_capacity_tokens > 0
     with pytest.raises(UnsupportedError, match="cannot sleep"):
         await server.sleep()
 

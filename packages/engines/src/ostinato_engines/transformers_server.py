@@ -185,6 +185,8 @@ class TransformersServer(AsyncServerBase):
             exact_policy_spans=True,
             media=False,
             chat_completion=self._codec is not None,
+            # Rows of the full length: whatever a conversation's tokens, it takes one.
+            kv_capacity_sessions=self._max_num_seqs,
         )
 
     def _parts(self) -> "tuple[Batcher, RequestDesk, WeightWriter]":

@@ -289,3 +289,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     exact_policy_spans: bool = False
     media: bool = False
     chat_completion: bool = False
+    kv_capacity_tokens: int | None = None
+    """Tokens whose state fits into the key-value memory, over all conversations together; None where the engine does not
+    say, or not yet: known once it has started."""
+    kv_capacity_sessions: int | None = None
+    """Conversations whose state can be kept at a time; None where only their tokens count."""

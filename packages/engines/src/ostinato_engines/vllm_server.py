@@ -169,6 +169,7 @@ class VLLMServer(AsyncServerBase):
             weight_update=engine is not None and not engine.why_no_update,
             exact_policy_spans=engine is not None and engine.exact_spans,
             chat_completion=self._codec is not None or (engine is not None and engine.chat is not None),
+            kv_capacity_tokens=None if engine is None else engine.kv_capacity_tokens,
         )
 
     def _running(self) -> RunningEngine:

@@ -100,6 +100,13 @@ class RunningEngine:
         return not self.why_no_hold or self.parts.weight_versions
 
     @property
+    def kv_capacity_tokens(self) -> int | None:
+        """Tokens that its cache holds, as newer ones tell it, or by its blocks; None where neither is known."""
+        cache = self.llm.vllm_config.cache_config
+        told = getattr(cache, "kv_cache_size_tokens", None) or (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
+        return int(told) or None
+
+    @property
     def is_dead(self) -> bool:
         """Whether its processes are gone, or can no longer be heard."""
         return bool(self.llm.errored)
