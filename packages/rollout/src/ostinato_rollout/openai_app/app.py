@@ -1,0 +1,325 @@
+"""The app: routes, keys, and who is answered by what.
+
+It is an ASGI application; `serving` puts it on a socket. Conversations are ChatSessions (see `conversations`), and
+nothing here knows token ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ostinato_engines import AsyncServerBase, EngineState, Health
+from ostinato_rollout.client import LLMServerClient
+from ostinato_rollout.config import SessionConfig
+from ostinato_rollout.errors import NoReplicaError, SessionInputError
+from ostinato_rollout.openai_app.answers import Answer, chunks, completion
+from ostinato_rollout.openai_app.conversations import SessionStore
+from ostinato_rollout.openai_app.delivery import TurnResponse, error_response, json_response, read_body, told
+from ostinato_rollout.openai_app.errors import ApiError, UnknownSessionError
+from ostinato_rollout.openai_app.limits import AppLimits
+from ostinato_rollout.openai_app.request import ChatRequest, parse_request
+from ostinato_rollout.openai_app.turns import answer_request
+from ostinato_rollout.pool import ServerPool
+from ostinato_rollout.session import ChatSession
+from ostinato_rollout.types import SessionBudget
+from ostinato_tokenization import ContinuousTokens
+from ostinato_tools import ToolParser
+
+logger = logging.getLogger(__name__)
+
+_SESSION_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
+_HEALTH_TIMEOUT_S = 5.0
+_SWEEPS_PER_TIMEOUT = 10
+
+
+class OpenAIApp:
+    """OpenAI's chat API over the replicas of a policy.
+
+    Args:
+        pool: The replicas; started and shut down by whoever made them.
+        tokens: How messages become token ids.
+        model: The name that clients ask for.
+        parser: Reads calls from what was sampled; without one, requests with tools are refused.
+        config: How sessions treat their tokens.
+        api_key: What clients must bring; None lets everybody in, and `serving` then stays on loopback.
+        limits: How much of everything is taken.
+        client: Where generations come from, if not a client of `pool` with its defaults.
+
+    Raises:
+        SessionInputError: The model or the key is empty, or the key is no ASCII.
+    """
+
+    def __init__(
+        self,
+        pool: ServerPool,
+        tokens: ContinuousTokens,
+        *,
+        model: str,
+        parser: ToolParser | None = None,
+        config: SessionConfig | None = None,
+        api_key: str | None = None,
+        limits: AppLimits | None = None,
+        client: LLMServerClient | None = None,
+    ) -> None:
+        if not model:
+            raise SessionInputError("model must be a name, got ''; give the one that clients will send")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
+            raise SessionInputError(
+                "api_key must be printable ASCII, got another text; choose one of letters and digits"
+            )
+        self.model, self.limits = model, limits or AppLimits()
+        self._pool, self._tokens, self._parser = pool, tokens, parser
+        self._client = client or pool.client()
+        self._config = config or SessionConfig()
+        self._key = None if api_key is None else api_key.encode()
+        self._created = int(time.time())
+        self._sweeping: asyncio.Task[None] | None = None
+        self._num_in_flight = 0
+        self.sessions = SessionStore(self._open_chat, self.limits)
+        """Conversations; `take` gives those of a session to whoever trains on them."""
+        self._asgi = self._routes()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application."""
+        await self._asgi(scope, receive, send)
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether clients must bring a key."""
+        return self._key is not None
+
+    @property
+    def num_in_flight(self) -> int:
+        """Chat requests under way; returns to zero."""
+        return self._num_in_flight
+
+    async def start(self) -> None:
+        """Begin to expire idle sessions. Servers that speak ASGI's lifespan do this by themselves."""
+        if self._sweeping is None:
+            self._sweeping = asyncio.create_task(self._sweep())
+
+    async def close(self) -> None:
+        """End all sessions and what is under way in them. The pool is not shut down."""
+        sweeping, self._sweeping = self._sweeping, None
+        if sweeping is not None:
+            sweeping.cancel()
+            with suppress(asyncio.CancelledError):
+                await sweeping
+        await self.sessions.close()
+
+    def _routes(self) -> Starlette:
+        def routes(prefix: str) -> list[Route]:
+            return [
+                Route(f"{prefix}/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+                Route(f"{prefix}/v1/models", self._guarded(self._models), methods=["GET"]),
+                Route(f"{prefix}/v1/models/{{model:path}}", self._guarded(self._one_model), methods=["GET"]),
+            ]
+
+        return Starlette(
+            routes=[
+                Route("/health", self._health, methods=["GET"]),
+                Route("/sessions/{session}", self._guarded(self._end_session), methods=["DELETE"]),
+                *routes("/sessions/{session}"),
+                *routes(""),
+            ],
+            exception_handlers={HTTPException: _no_route},
+            lifespan=self._lifespan,
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
+        await self.start()
+        try:
+            yield
+        finally:
+            await self.close()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self.limits.idle_timeout_s / _SWEEPS_PER_TIMEOUT)
+            try:
+                await self.sessions.expire()
+            except Exception:
+                logger.exception("idle sessions could not be ended; the next round tries again")
+
+    def _guarded(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """Let only those in who have the key, and answer every error in OpenAI's form."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                self._check_key(request)
+                return await endpoint(request)
+            except ClientDisconnect:
+                return Response(status_code=499)
+            except Exception as error:
+                return error_response(told(error))
+
+        return guarded
+
+    def _check_key(self, request: Request) -> None:
+        if self._key is None:
+            return
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if not hmac.compare_digest(key.strip().encode(), self._key) or scheme.lower() != "bearer":
+            raise ApiError(
+                "Authorization must be 'Bearer KEY' with this server's key, got another; set api_key in your client",
+                status=401,
+                code="invalid_api_key",
+            )
+
+    async def _chat(self, request: Request) -> Response:
+        session = _session_name(request)
+        body = await read_body(request, self.limits)
+        chat = parse_request(body, self.limits, vocab_size=self._tokens.tokenizer.vocab_size)
+        self._check_served(chat)
+        decode = self._tokens.tokenizer.decode
+        return TurnResponse(
+            partial(self._answer, chat, session),
+            whole=lambda answer: completion(answer, chat, decode),
+            events=(lambda answer: chunks(answer, chat, decode)) if chat.stream else None,
+            limits=self.limits,
+        )
+
+    def _check_served(self, chat: ChatRequest) -> None:
+        if chat.model is not None and chat.model != self.model:
+            raise _no_model(chat.model, self.model)
+        if chat.tools and self._parser is None:
+            raise ApiError(
+                "tools must be left out, got some; this server was started without a format of calls", param="tools"
+            )
+
+    async def _answer(self, chat: ChatRequest, session: str | None) -> Answer:
+        if self._num_in_flight >= self.limits.max_in_flight:
+            raise ApiError(
+                f"requests must be at most {self.limits.max_in_flight} at a time, got one more; wait and try again",
+                status=503,
+                code="too_many_requests",
+            )
+        self._num_in_flight += 1
+        try:
+            logprobs_known = all(server.capabilities().logprobs for server in self._pool.servers)
+            return await answer_request(
+                chat, self.sessions, session=session, model=self.model, logprobs_known=logprobs_known
+            )
+        finally:
+            self._num_in_flight -= 1
+
+    def _open_chat(self, tools: Sequence[dict]) -> ChatSession:
+        if not self._pool.servers:
+            raise NoReplicaError("at least one replica must be in service, got none; restart the server")
+        length = min(server.max_model_len for server in self._pool.servers)
+        return ChatSession(
+            client=self._client,
+            tokens=self._tokens,
+            config=self._config,
+            budget=SessionBudget(max_prompt_tokens=length, max_response_tokens=length, max_model_len=length),
+            parser=self._parser,
+            tools=tools,
+        )
+
+    async def _end_session(self, request: Request) -> Response:
+        name = _session_name(request)
+        assert name is not None  # the route has it
+        try:
+            chats = await self.sessions.take(name)
+        except UnknownSessionError as error:
+            raise ApiError(str(error), status=404, code="session_not_found") from None
+        return json_response(
+            {
+                "id": name,
+                "object": "session.deleted",
+                "deleted": True,
+                "num_segments": sum(len(chat.segments) for chat in chats),
+                "num_sampled_tokens": sum(chat.metrics.num_sampled_tokens for chat in chats),
+            }
+        )
+
+    async def _models(self, _request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._model()]})
+
+    async def _one_model(self, request: Request) -> Response:
+        if request.path_params["model"] != self.model:
+            raise _no_model(request.path_params["model"], self.model)
+        return json_response(self._model())
+
+    def _model(self) -> dict:
+        length = min((server.max_model_len for server in self._pool.servers), default=None)
+        return {
+            "id": self.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "ostinato",
+            "max_model_len": length,
+        }
+
+    async def _health(self, _request: Request) -> Response:
+        """Tell how the replicas are; needs no key, and changes nothing in the pool."""
+        states = await asyncio.gather(*map(_health_of, self._pool.servers))
+        ready = any(state.ready for state in states)
+        store = self.sessions
+        report = {
+            "status": "ready" if ready else "unavailable",
+            "replicas": [{"state": state.state, "policy_version": state.policy_version} for state in states],
+            "num_in_flight": self._num_in_flight,
+            "num_sessions": len(store),
+            "num_conversations": store.num_open,
+            "num_expired_sessions": store.num_expired,
+        }
+        headers = None if ready else ApiError("", status=503).headers
+        return json_response(report, 200 if ready else 503, headers)
+
+
+async def _health_of(server: AsyncServerBase) -> Health:
+    try:
+        async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+            return await server.health()
+    except Exception as error:
+        return Health(EngineState.FAILED, server.policy_version, detail=f"{type(error).__name__}: {error}")
+
+
+def _session_name(request: Request) -> str | None:
+    """Return the session that a request names, by its path or by its header."""
+    names = {request.path_params.get("session"), request.headers.get("x-session-id")} - {None}
+    if len(names) > 1:
+        raise ApiError(
+            "X-Session-ID must be the session of the path, got another; send one of them", param="X-Session-ID"
+        )
+    name = names.pop() if names else None
+    if name is not None and not _SESSION_NAME.fullmatch(name):
+        raise ApiError(
+            f"a session's name must be 1 to 128 letters, digits, or . _ : @ -, got {name!r:.80}; choose another",
+            param="X-Session-ID",
+        )
+    return name
+
+
+def _no_model(name: str, served: str) -> ApiError:
+    return ApiError(
+        f"model must be {served!r}, which is served here, got {name!r:.120}; send that name",
+        status=404,
+        param="model",
+        code="model_not_found",
+    )
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    message = (
+        f"the path must be one of /v1/chat/completions, /v1/models, /health and /sessions/NAME, each by its method,"
+        f" got {request.method} {request.url.path!r:.200}; see the documentation"
+    )
+    return error_response(ApiError(message, status=status))
