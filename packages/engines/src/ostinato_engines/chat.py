@@ -85,12 +85,22 @@ async def answer_chat(server: AsyncServerBase, codec: ChatCodec, raw_request: An
     }
 
 
+async def decoded_body(raw_request: Any) -> Any:
+    """The body of a web framework's request, or what was given if it is none.
+
+    Raises:
+        EngineInputError: The body is not JSON.
+    """
+    if isinstance(raw_request, Mapping) or not callable(getattr(raw_request, "json", None)):
+        return raw_request
+    try:
+        return await raw_request.json()
+    except ValueError as error:
+        raise EngineInputError(f"raw_request must be JSON, got {error}; send an object") from error
+
+
 async def _body(raw_request: Any) -> Mapping[str, Any]:
-    if not isinstance(raw_request, Mapping) and callable(getattr(raw_request, "json", None)):
-        try:
-            raw_request = await raw_request.json()
-        except ValueError as error:
-            raise EngineInputError(f"raw_request must be JSON, got {error}; send an object") from error
+    raw_request = await decoded_body(raw_request)
     if not isinstance(raw_request, Mapping):
         raise EngineInputError(
             f"raw_request must be a mapping, got {type(raw_request).__name__}; decode the body first"

@@ -5,16 +5,16 @@ Serves one server to one caller, and ends with it: whatever way the caller goes,
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
 from importlib import metadata
 from typing import Any
 
 from ostinato_engines.engine_process import wire
 from ostinato_engines.engine_process.wire import Answer, Build, Built, Call, Generate, Hello
-from ostinato_engines.errors import EngineError, EngineNotReadyError
+from ostinato_engines.errors import EngineNotReadyError
+from ostinato_engines.forwarding import AnswerCall, answers_of, error_name
 from ostinato_engines.loading import ENGINES, construct_server, engine_class, load_server_class
 from ostinato_engines.server import AsyncServerBase
-from ostinato_engines.types import PauseMode, TokenOutput, as_token_output
+from ostinato_engines.types import TokenOutput, as_token_output
 
 
 class Host:
@@ -25,27 +25,7 @@ class Host:
         self._writer = writer
         self._server: AsyncServerBase | None = None
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._methods: dict[str, Callable[[Any], Awaitable[Any]]] = {
-            "build": self._build,
-            "generate": self._generate,
-            "chat_completion": lambda raw: self._ready.chat_completion(wire.decode(raw, object)),
-            "wake_up": lambda raw: self._ready.wake_up(wire.decode_names(raw)),
-            "sleep": lambda raw: self._ready.sleep(wire.decode(raw, int)),
-            "pause": lambda raw: self._ready.pause(wire.decode(raw, PauseMode)),
-            "resume": lambda raw: self._ready.resume(),
-            "abort": lambda raw: self._ready.abort(wire.decode_names(raw)),
-            "receive_weights": self._receive_weights,
-            "reset_prefix_cache": lambda raw: self._ready.reset_prefix_cache(),
-            "health": lambda raw: self._ready.health(),
-            "release": lambda raw: self._ready.release(wire.decode(raw, str)),
-            "shutdown": lambda raw: self._ready.shutdown(),
-        }
-
-    @property
-    def _ready(self) -> AsyncServerBase:
-        if self._server is None:
-            raise EngineNotReadyError("server must be built before it is called")
-        return self._server
+        self._methods: dict[str, AnswerCall] = {"build": self._build}
 
     async def run(self) -> None:
         """Answers calls until the caller is gone; then ends the engine."""
@@ -66,12 +46,15 @@ class Host:
 
     async def _answer(self, call: Call) -> None:
         try:
-            answer = Answer(call.number, wire.encode_raw(await self._methods[call.method](call.argument)))
+            method = self._methods.get(call.method)
+            if method is None:
+                raise EngineNotReadyError(f"server must be built before {call.method} is called")
+            answer = Answer(call.number, wire.encode_raw(await method(call.argument)))
         except asyncio.CancelledError:
             answer = Answer(call.number, error="CancelledError", message="cancelled by the caller")
         # The border between two processes: the caller is told, whatever it is.
         except Exception as error:
-            answer = Answer(call.number, error=_known_kind(error), message=str(error) or type(error).__name__)
+            answer = Answer(call.number, error=error_name(error), message=str(error) or type(error).__name__)
         wire.write(self._writer, answer)
         await self._writer.drain()
 
@@ -82,27 +65,15 @@ class Host:
         else:
             place, _, name = wanted.engine.rpartition(":")
             kind = load_server_class(place, name)
-        self._server = construct_server(kind, wanted.model, wanted.settings, required=wanted.required)
-        await self._server.start()
-        server = self._server
+        self._server = server = construct_server(kind, wanted.model, wanted.settings, required=wanted.required)
+        await server.start()
+        self._methods |= answers_of(server) | {"generate": lambda raw: _generate(server, raw)}
         return Built(server.capabilities(), server.max_model_len, server.policy_version, server.versions)
 
-    async def _generate(self, raw: Any) -> TokenOutput:
-        asked = wire.decode(raw, Generate)
-        return as_token_output(await self._ready.generate(asked.prompt_ids, asked.sampling_params, asked.request_id))
 
-    async def _receive_weights(self, raw: Any) -> None:
-        from ostinato_engines.weight_transfer import WeightReceiver, connect, serve_weight_updates
-
-        server = self._ready
-        await serve_weight_updates(server, WeightReceiver(await asyncio.to_thread(connect, wire.decode(raw, str))))
-
-
-def _known_kind(error: Exception) -> str:
-    """The nearest class that the other end knows: a subclass of an engine's own crosses as its base."""
-    if not isinstance(error, EngineError):
-        return type(error).__name__
-    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == EngineError.__module__)
+async def _generate(server: AsyncServerBase, raw: Any) -> TokenOutput:
+    asked = wire.decode(raw, Generate)
+    return as_token_output(await server.generate(asked.prompt_ids, asked.sampling_params, asked.request_id))
 
 
 async def main(path: str) -> None:

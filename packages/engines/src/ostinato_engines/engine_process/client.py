@@ -28,14 +28,12 @@ from ostinato_engines.errors import (
     EngineInputError,
     EngineStartError,
     MissingDependencyError,
-    UnsupportedError,
 )
-from ostinato_engines.server import AsyncServerBase
+from ostinato_engines.forwarding import ForwardingServer, error_named
 from ostinato_engines.types import (
     Capabilities,
     EngineState,
     Health,
-    PauseMode,
     SamplingParams,
     TokenOutput,
     WeightManifest,
@@ -53,7 +51,7 @@ _GIVE_UP_S = 5.0
 _GONE = "the process is gone"
 
 
-class EngineProcess(AsyncServerBase):
+class EngineProcess(ForwardingServer):
     """A server in a process of its own, under an interpreter of its own.
 
     The interpreter's environment must hold this package, in the same version, and the engine. `policy_version` counts the
@@ -272,28 +270,6 @@ class EngineProcess(AsyncServerBase):
             raise EngineInputError(f"prompt_ids must be a sequence of integers, got {error}; pass token ids") from error
         return await self._ask("generate", Generate(prompt, params, request_id), TokenOutput)
 
-    async def chat_completion(self, raw_request: Any) -> Any:
-        """What the engine's own `chat_completion` says to a plain mapping."""
-        return await self._ask("chat_completion", raw_request, object)
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        await self._ask("wake_up", None if tags is None else list(tags), object)
-
-    async def sleep(self, level: int = 1) -> None:
-        await self._ask("sleep", level, object)
-
-    async def pause(self, mode: PauseMode = PauseMode.ABORT) -> None:
-        await self._ask("pause", PauseMode(mode), object)
-
-    async def resume(self) -> None:
-        await self._ask("resume", None, object)
-
-    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        return await self._ask("abort", None if request_ids is None else list(request_ids), int)
-
-    async def reset_prefix_cache(self) -> None:
-        await self._ask("reset_prefix_cache", None, object)
-
     async def release(self, request_id: str) -> None:
         if self._status.loaded and not self._status.closed and self._status.failure is None:
             await self._ask("release", request_id, object)
@@ -301,26 +277,8 @@ class EngineProcess(AsyncServerBase):
     async def update_weights(self, manifest: WeightManifest, weights: "Iterable[tuple[str, Tensor]]") -> None:
         """Streams through shared memory; see `AsyncServerBase.update_weights` for what a failure means."""
         self._status.require_loaded()
-        if not self._capabilities.weight_update:
-            raise UnsupportedError(f"{self._build.engine} cannot update its weights; start a new one from a checkpoint")
-        from ostinato_engines.weight_transfer import WeightListener, WeightSender, send_weights
-
-        with WeightListener() as listener:
-            receiving = asyncio.ensure_future(self._ask("receive_weights", str(listener.path), object))
-            connecting = asyncio.ensure_future(asyncio.to_thread(listener.accept, timeout_s=_CONNECT_S))
-            try:
-                await asyncio.wait([receiving, connecting], return_when=asyncio.FIRST_COMPLETED)
-                if receiving.done():
-                    await receiving
-                sender = WeightSender(await connecting)
-                try:
-                    await send_weights(sender, manifest, weights)
-                finally:
-                    sender.close()
-                self.policy_version = manifest.version
-            finally:
-                with suppress(EngineError):
-                    await receiving
+        await super().update_weights(manifest, weights)
+        self.policy_version = manifest.version
 
     async def _ask(self, method: str, argument: Any, kind: type[T]) -> T:
         """A call to a started engine."""
@@ -359,7 +317,7 @@ class EngineProcess(AsyncServerBase):
                 if future is None or future.done():
                     continue
                 if answer.error:
-                    future.set_exception(wire.error_of(answer))
+                    future.set_exception(error_named(answer.error, answer.message))
                 else:
                     future.set_result(answer.result)
         finally:

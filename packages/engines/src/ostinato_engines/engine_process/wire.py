@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ostinato_engines import errors
-from ostinato_engines.errors import EngineCrashedError, EngineError
+from ostinato_engines.errors import EngineCrashedError
 from ostinato_engines.types import Capabilities, SamplingParams
 
 PROTOCOL = 2
@@ -89,11 +88,6 @@ def decode(raw: bytes | msgspec.Raw, kind: type[T]) -> T:
     return msgspec.msgpack.decode(raw, type=kind)
 
 
-def decode_names(raw: msgspec.Raw) -> list[str] | None:
-    """A list of names, or None for all."""
-    return msgspec.msgpack.decode(raw, type=list[str] | None)
-
-
 def encode_raw(value: Any) -> msgspec.Raw:
     """A part of a message.
 
@@ -130,11 +124,3 @@ async def read_answer(reader: asyncio.StreamReader) -> Answer | None:
     """The next answer; None where the other end is gone."""
     body = await read_body(reader)
     return None if body is None else _decode_answer(body)
-
-
-def error_of(answer: Answer) -> EngineError:
-    """The error of an answer, as one of this process."""
-    kind = getattr(errors, answer.error, None)
-    if isinstance(kind, type) and issubclass(kind, EngineError):
-        return kind(answer.message)
-    return EngineCrashedError(f"engine must serve the call, got {answer.error}: {answer.message}; see its log")
