@@ -1,0 +1,93 @@
+"""What a service has of one connection: its calls under way and its conversations. Knows no socket and no server."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+class _Running:
+    """A call under way."""
+
+    __slots__ = ("request_id", "task")
+
+    def __init__(self, task: asyncio.Task[None], request_id: str | None) -> None:
+        self.task = task
+        self.request_id = request_id
+        """Of a generation, its conversation."""
+
+
+class Caller:
+    """One connection that has said hello.
+
+    Args:
+        identity: Its name on the socket.
+        name: For logs.
+    """
+
+    def __init__(self, identity: bytes, name: str) -> None:
+        self.identity = identity
+        self.name = name
+        self.has_spoken = True
+        """Since the last tick."""
+        self.num_silent_ticks = 0
+        self.forgotten: dict[int, str] = {}
+        """Generations whose prompt is to be sent again, and their conversations."""
+        self.conversations: dict[str, None] = {}
+        """That the server knows of, the oldest first."""
+        self._running: dict[int, _Running] = {}
+        self._ending: dict[str, asyncio.Task[None]] = {}
+        """Cancelled generations that have not ended yet, by conversation."""
+
+    @property
+    def num_calls(self) -> int:
+        """Calls under way."""
+        return len(self._running) + len(self.forgotten)
+
+    @property
+    def tasks(self) -> set[asyncio.Task[None]]:
+        """Of its calls, the cancelled ones included."""
+        return {running.task for running in self._running.values()}
+
+    def begin(self, number: int, work: Coroutine[Any, Any, None], *, request_id: str | None = None) -> None:
+        """Runs a call.
+
+        Raises:
+            ValueError: One of this number is under way.
+        """
+        if number in self._running:
+            work.close()
+            raise ValueError(f"call {number} is under way")
+        task = asyncio.ensure_future(work)
+        self._running[number] = _Running(task, request_id)
+        task.add_done_callback(lambda _: self._end(number))
+
+    def _end(self, number: int) -> None:
+        running = self._running.pop(number)
+        if running.request_id is not None and self._ending.get(running.request_id) is running.task:
+            del self._ending[running.request_id]
+
+    def cancel(self, number: int) -> None:
+        """Ends a call that nobody waits for; one that has ended is fine."""
+        self.forgotten.pop(number, None)
+        running = self._running.get(number)
+        if running is not None and running.task.cancel() and running.request_id is not None:
+            self._ending[running.request_id] = running.task
+
+    def cancel_all(self) -> None:
+        """Ends all its calls."""
+        self.forgotten.clear()
+        for number in self._running:
+            self.cancel(number)
+
+    async def cancelled_turn(self, request_id: str) -> None:
+        """Waits until a cancelled generation of a conversation has ended."""
+        task = self._ending.get(request_id)
+        if task is not None:
+            await asyncio.wait([task])
+
+    def abort_forgotten(self, request_ids: set[str] | None) -> list[int]:
+        """Gives up the generations that wait for their prompt: all, or those of these conversations."""
+        numbers = [number for number, name in self.forgotten.items() if request_ids is None or name in request_ids]
+        for number in numbers:
+            del self.forgotten[number]
+        return numbers

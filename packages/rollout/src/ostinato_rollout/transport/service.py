@@ -1,0 +1,388 @@
+"""A replica served to other processes: any server of the contract behind one socket.
+
+Invariants: every call that can be read gets one answer while its caller is there; a caller that is gone has nothing
+left here, neither requests nor conversations; nothing that arrives ends the service.
+"""
+
+import asyncio
+import hmac
+import logging
+from array import array
+from collections.abc import Coroutine
+from typing import Any, Self
+
+import msgspec
+
+from ostinato_engines import (
+    AsyncServerBase,
+    EngineCrashedError,
+    EngineInputError,
+    PolicySpan,
+    StopReason,
+    TokenOutput,
+    as_token_output,
+)
+from ostinato_engines.forwarding import answers_of, error_name
+from ostinato_rollout.transport import wire
+from ostinato_rollout.transport.caller import Caller
+from ostinato_rollout.transport.errors import TransportInputError
+from ostinato_rollout.transport.mailbox import Mailbox, checked_key, listen
+from ostinato_rollout.transport.prompts import ID_BYTES, KeptPrompt, KeptPrompts
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "tcp://127.0.0.1:*"
+MAX_KEPT_BYTES = 1 << 30
+_MAX_CONVERSATIONS = 100_000
+_END_S = 10.0
+
+
+class ServiceStats(msgspec.Struct):
+    """What a service has seen."""
+
+    num_generates: int = 0
+    num_forgotten: int = 0
+    """Prompts that had to be sent again."""
+    num_malformed: int = 0
+    """Messages that could not be read; they were answered, if anybody could be told."""
+    num_refused: int = 0
+    """Hellos without the key, or of another protocol."""
+    num_vanished: int = 0
+    """Callers that went without a goodbye."""
+    num_undelivered: int = 0
+    """Messages for somebody who was gone."""
+    num_release_failures: int = 0
+    """Conversations that the server failed to release after their caller had gone."""
+
+
+class ReplicaService:
+    """Serves one server of the contract to any number of remote servers.
+
+    It starts the server when the first of them asks for it, and ends when one of them shuts it down. All belong to the
+    loop that starts the service.
+
+    Args:
+        server: The replica.
+        address: Where to listen: on loopback with a free port, unless told otherwise; `ipc:///path` also works. Beyond
+            this host a key is needed.
+        key: Shared with the remote servers; at least 16 bytes. It also encrypts. Without it whoever is on this host may call.
+        silence_s: A caller that gives no sign of life for so long has gone.
+        max_frame_bytes: Longest message.
+        max_kept_bytes: Of the prompts that are kept; those idle for longest are forgotten first, and sent again when needed.
+
+    Raises:
+        TransportInputError: An argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        server: AsyncServerBase,
+        address: str = LOOPBACK,
+        *,
+        key: str | bytes | None = None,
+        silence_s: float = wire.SILENCE_S,
+        max_frame_bytes: int = wire.MAX_FRAME_BYTES,
+        max_kept_bytes: int = MAX_KEPT_BYTES,
+    ) -> None:
+        if not 0 < silence_s < float("inf"):
+            raise TransportInputError(f"silence_s must be positive, got {silence_s!r}; give seconds")
+        self._server = server
+        self.address = address
+        """Where it listens; with the real port once started."""
+        self._key = checked_key(key)
+        self._silence_s = silence_s
+        self._max_frame_bytes = max_frame_bytes
+        self._answers = answers_of(server) | {"start": self._start_server, "abort": self._abort}
+        self._starting = asyncio.Lock()
+        self._is_started = False
+        self._callers: dict[bytes, Caller] = {}
+        self._prompts: KeptPrompts[tuple[bytes, str]] = KeptPrompts(max_kept_bytes)
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._closing: asyncio.Task[None] | None = None
+        self._mailbox: Mailbox | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._ended = asyncio.Event()
+        self.stats = ServiceStats()
+        """What it has seen so far."""
+
+    # Life
+
+    async def start(self) -> None:
+        """Listens; returns once `address` is the real one.
+
+        Raises:
+            AddressError: Nothing can listen there.
+        """
+        if self._mailbox is not None:
+            raise TransportInputError("service must be started once, got a second start; create a new one")
+        socket, self.address = listen(self.address, self._key, max_frame_bytes=self._max_frame_bytes)
+        self._mailbox = Mailbox(socket, self._receive)
+        self._tick()
+
+    async def wait_closed(self) -> None:
+        """Waits until somebody shuts the server down, or the service is closed."""
+        await self._ended.wait()
+
+    async def close(self) -> None:
+        """Ends all calls, frees all conversations and tells the callers; the server itself is left as it is."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        for caller in list(self._callers.values()):
+            self._send(caller.identity, wire.Closing())
+            self._part_from(caller)
+        if self._mailbox is not None:
+            self._mailbox.close(flush=True)
+        if self._leaving:
+            await asyncio.wait(self._leaving, timeout=_END_S)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    @property
+    def num_callers(self) -> int:
+        """Connections."""
+        return len(self._callers)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls under way, of all callers."""
+        return sum(caller.num_calls for caller in self._callers.values())
+
+    @property
+    def num_conversations(self) -> int:
+        """Conversations that have not been released."""
+        return sum(len(caller.conversations) for caller in self._callers.values())
+
+    @property
+    def num_kept_bytes(self) -> int:
+        """Of prompts."""
+        return self._prompts.num_bytes
+
+    # Messages
+
+    def _receive(self, frames: list[bytes]) -> None:
+        identity, *parts = frames
+        caller = self._callers.get(identity)
+        try:
+            request = wire.decode_request(parts[0])
+            if len(parts) != (2 if isinstance(request, wire.Generate) else 1):
+                raise ValueError(f"{type(request).__name__} does not come in {len(parts)} frames")
+            if caller is not None:
+                self._serve(caller, request, parts)
+            elif isinstance(request, wire.Hello):
+                self._welcome(identity, request)
+            elif not isinstance(request, wire.Goodbye):
+                self._send(identity, wire.Stranger())
+        # Whatever arrives: the sender is told, and it is counted.
+        except (ValueError, IndexError, msgspec.MsgspecError) as error:
+            self.stats.num_malformed += 1
+            logger.warning("a message could not be served: %s", error)
+            self._send(identity, wire.Refused(f"a message could not be served: {error}"))
+            if caller is not None:
+                self._part_from(caller)
+
+    def _serve(self, caller: Caller, request: wire.Request, parts: list[bytes]) -> None:
+        caller.has_spoken = True
+        match request:
+            case wire.Generate():
+                self._generate(caller, request, parts[1])
+            case wire.Call(number):
+                caller.begin(number, self._answered(caller, number, self._call(caller, request)))
+            case wire.Cancel(number):
+                caller.cancel(number)
+            case wire.Ping():
+                self._send(caller.identity, wire.Pong(self._server.policy_version))
+            case wire.Goodbye():
+                self._part_from(caller)
+            case wire.Hello():
+                raise ValueError("Hello is said once")
+
+    def _send(self, identity: bytes, message: wire.Reply) -> None:
+        frame = wire.encode(message)
+        if len(frame) > self._max_frame_bytes and isinstance(message, wire.Output | wire.Answer):
+            what = f"an answer must have at most {self._max_frame_bytes} bytes, got {len(frame)}; raise max_frame_bytes"
+            frame = wire.encode(wire.Failed(message.number, message.policy_version, EngineInputError.__name__, what))
+        if self._mailbox is None or not self._mailbox.send([identity, frame]):
+            self.stats.num_undelivered += 1
+
+    def _welcome(self, identity: bytes, hello: wire.Hello) -> None:
+        reason = ""
+        if hello.protocol != wire.PROTOCOL:
+            reason = f"protocol must be {wire.PROTOCOL}, got {hello.protocol}; install the same version at both ends"
+        elif not hmac.compare_digest(hello.proof, wire.proof_of(self._key)):
+            reason = "key must be the service's, got another; give both ends the same"
+        if reason:
+            self.stats.num_refused += 1
+            logger.warning("refused %s: %s", hello.name, reason)
+            self._send(identity, wire.Refused(reason))
+            return
+        self._callers[identity] = Caller(identity, hello.name)
+        self._send(identity, wire.Welcome(self._silence_s))
+
+    # Calls
+
+    def _generate(self, caller: Caller, message: wire.Generate, new: bytes) -> None:
+        """Puts the prompt together and begins, or asks for all of it."""
+        number, request_id = message.number, message.request_id
+        if message.again and caller.forgotten.pop(number, None) is None:
+            return  # It has been aborted or cancelled.
+        if len(new) % ID_BYTES:
+            raise ValueError(f"ids come in {ID_BYTES} bytes each, got {len(new)}")
+        key = (caller.identity, request_id)
+        kept = self._prompts.get(key) if message.known else KeptPrompt()
+        if kept is not None and message.known == len(kept):
+            kept.grow(new, with_output=message.with_output, turn=number)
+            if (kept.digest, len(kept)) == (message.digest, message.length):
+                self._begin_turn(caller, message, kept)
+                return
+        if not message.known:
+            raise ValueError(f"the whole prompt of request {request_id!r} is not what its hash says")
+        self._prompts.forget(key)
+        self.stats.num_forgotten += 1
+        caller.forgotten[number] = request_id
+        self._send(caller.identity, wire.Forgotten(number))
+
+    def _begin_turn(self, caller: Caller, message: wire.Generate, kept: KeptPrompt) -> None:
+        request_id = message.request_id
+        self._prompts.keep((caller.identity, request_id), kept)
+        caller.conversations[request_id] = None
+        if len(caller.conversations) > _MAX_CONVERSATIONS:
+            self._release_later(caller, [next(iter(caller.conversations))], set())
+        prompt = array("i")
+        prompt.frombytes(kept.ids)
+        work = self._continue(caller, message, prompt, kept)
+        caller.begin(message.number, self._answered(caller, message.number, work), request_id=request_id)
+
+    async def _continue(
+        self, caller: Caller, message: wire.Generate, prompt: "array[int]", kept: KeptPrompt
+    ) -> wire.Output:
+        """One generation of the server."""
+        self.stats.num_generates += 1
+        request_id = message.request_id
+        await caller.cancelled_turn(request_id)
+        output = as_token_output(await self._server.generate(prompt, message.sampling_params, request_id))
+        kept.sampled(output.token_ids, turn=message.number)
+        key = (caller.identity, request_id)
+        if self._prompts.get(key) is kept:
+            self._prompts.keep(key, kept)
+        return wire.Output(message.number, self._server.policy_version, output)
+
+    async def _call(self, caller: Caller, call: wire.Call) -> wire.Answer:
+        """Another method of the server."""
+        method = self._answers.get(call.method)
+        if method is None:
+            raise EngineInputError(f"method must be one of {', '.join(self._answers)}, got {call.method!r}")
+        try:
+            if call.method == "release":
+                self._forget(caller, wire.decode_raw(call.argument, str))
+            result = await method(call.argument)
+        except msgspec.MsgspecError as error:
+            self.stats.num_malformed += 1
+            raise EngineInputError(f"{call.method} must get what it takes, got {error}") from error
+        if call.method == "shutdown":
+            self._closing = asyncio.ensure_future(self._close_after_shutdown(caller))
+        return wire.Answer(call.number, self._server.policy_version, wire.encode_raw(result))
+
+    async def _answered(self, caller: Caller, number: int, work: Coroutine[Any, Any, wire.Reply]) -> None:
+        """Answers a call, whatever becomes of it, unless its caller has cancelled it."""
+        try:
+            self._send(caller.identity, await work)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            self._fail(caller, number, EngineCrashedError.__name__, "request was cancelled, though nobody cancelled it")
+        # The border between two processes: the caller is told, whatever it is.
+        except Exception as error:
+            self._fail(caller, number, error_name(error), str(error) or type(error).__name__)
+
+    def _fail(self, caller: Caller, number: int, name: str, message: str) -> None:
+        self._send(caller.identity, wire.Failed(number, self._server.policy_version, name, message))
+
+    async def _start_server(self, raw: msgspec.Raw) -> wire.Description:
+        async with self._starting:
+            if not self._is_started:
+                await self._server.start()
+                self._is_started = True
+        server = self._server
+        return wire.Description(server.capabilities(), server.max_model_len, server.versions)
+
+    async def _abort(self, raw: msgspec.Raw) -> int:
+        """Of the server's requests, and of those whose prompt is on its way."""
+        names = wire.decode_names(raw)
+        wanted = None if names is None else set(names)
+        version = self._server.policy_version
+        nothing = TokenOutput([], None, StopReason.ABORTED, policy_versions=(PolicySpan(0, version),))
+        num_aborted = 0
+        for caller in self._callers.values():
+            for number in caller.abort_forgotten(wanted):
+                self._send(caller.identity, wire.Output(number, version, nothing))
+                num_aborted += 1
+        return num_aborted + await self._server.abort(names)
+
+    # Conversations
+
+    def _forget(self, caller: Caller, request_id: str) -> None:
+        """A conversation of a caller is over."""
+        caller.conversations.pop(request_id, None)
+        self._prompts.forget((caller.identity, request_id))
+
+    def _release_later(self, caller: Caller, request_ids: list[str], after: set[asyncio.Task[None]]) -> None:
+        """Ends conversations that nobody is there to end."""
+        for request_id in request_ids:
+            self._forget(caller, request_id)
+        task = asyncio.ensure_future(self._release(request_ids, after))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def _release(self, request_ids: list[str], after: set[asyncio.Task[None]]) -> None:
+        if after:
+            await asyncio.wait(after, timeout=_END_S)
+        for request_id in request_ids:
+            # Another caller may have gone on with it.
+            if any(request_id in caller.conversations for caller in self._callers.values()):
+                continue
+            try:
+                await self._server.release(request_id)
+            # Nobody is there to be told.
+            except Exception as error:
+                self.stats.num_release_failures += 1
+                logger.warning("request %r could not be released: %s: %s", request_id, type(error).__name__, error)
+
+    # Callers
+
+    def _part_from(self, caller: Caller) -> None:
+        """Ends what a caller has under way, and its conversations."""
+        del self._callers[caller.identity]
+        caller.cancel_all()
+        self._release_later(caller, list(caller.conversations), caller.tasks)
+
+    def _tick(self) -> None:
+        """Parts from those who have been silent for too long; time in which this process stood still does not count."""
+        if self._mailbox is None or self._ended.is_set():
+            return
+        self._mailbox.drain()
+        for caller in list(self._callers.values()):
+            caller.num_silent_ticks = 0 if caller.has_spoken else caller.num_silent_ticks + 1
+            caller.has_spoken = False
+            if caller.num_silent_ticks > wire.TICKS:
+                self.stats.num_vanished += 1
+                logger.warning("%s has been silent for %g s; its requests end", caller.name, self._silence_s)
+                self._part_from(caller)
+        self._timer = asyncio.get_running_loop().call_later(self._silence_s / wire.TICKS, self._tick)
+
+    async def _close_after_shutdown(self, caller: Caller) -> None:
+        """Lets the server's last errors reach their callers, and ends."""
+        tasks = set[asyncio.Task[None]]().union(*(other.tasks for other in self._callers.values()))
+        if tasks:
+            await asyncio.wait(tasks, timeout=_END_S)
+        if self._callers.get(caller.identity) is caller:
+            self._part_from(caller)
+        await self.close()
