@@ -61,16 +61,25 @@ def find_model(path: Path) -> tuple[Path, Config | None]:
     )
 
 
-async def _converse(
-    model_path: Path, executor: ToolExecutor, tool_format: str, params: SamplingParams, console: Console
-) -> None:
+def chat_tokenizer(model_path: Path) -> ChatTokenizer:
+    """The tokenizer of a model folder.
+
+    Raises:
+        CheckpointError: It cannot be loaded, or has no chat template.
+    """
     try:
-        tokenizer = ChatTokenizer.from_pretrained(model_path)
+        return ChatTokenizer.from_pretrained(model_path)
     except TokenizationError as error:
         raise CheckpointError(
             f"{model_path} must hold a tokenizer with a chat template, got: {error}; "
             "add tokenizer.json and chat_template.jinja to that folder"
         ) from error
+
+
+async def _converse(
+    model_path: Path, executor: ToolExecutor, tool_format: str, params: SamplingParams, console: Console
+) -> None:
+    tokenizer = chat_tokenizer(model_path)
     config = SessionConfig(format=tool_format)
     parser = make_parser(config, tokenizer)
     server = TransformersServer(str(model_path))

@@ -1,4 +1,4 @@
-"""The `ostinato` command: quickstart, train, sft, prepare, config, chat.
+"""The `ostinato` command: quickstart, train, sft, prepare, config, chat, serve.
 
 Every foreseen failure ends in one message (what is wrong, where, and the cure) and a non-zero exit; only a fault of ours shows a traceback.
 Heavy imports happen inside the commands, so that `ostinato config` and `--help` are quick.
@@ -134,6 +134,45 @@ def chat(
     from ostinato_trainer.chat import run_chat
 
     run_chat(path, function_tool_path=tools, temperature=temperature, console=Console())
+
+
+@app.command()
+def serve(
+    path: Annotated[Path, typer.Argument(help="A checkpoint of a run, or any Hugging Face model folder.")],
+    host: Annotated[str, typer.Option(help="Where to listen; anything but loopback needs an API key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OSTINATO_API_KEY", help="What clients must bring; none: nothing.")
+    ] = None,
+    model_name: Annotated[str | None, typer.Option(help="What clients ask for; default: the folder's name.")] = None,
+    engine: Annotated[str, typer.Option(help="The engine that samples, by name.")] = "transformers",
+    engine_python: Annotated[
+        Path | None, typer.Option(help="The interpreter of an environment that has the engine; default: this one.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of prompt and answer together; default: the model's.")
+    ] = None,
+    tool_format: Annotated[
+        str | None,
+        typer.Option(
+            "--format", help="How the model writes tool calls; default: the run's, or what the template tells."
+        ),
+    ] = None,
+) -> None:
+    """Serve a model by OpenAI's chat API until Ctrl-C."""
+    from ostinato_trainer.serve import ServeSettings, run_serve
+
+    settings = ServeSettings(
+        host=host,
+        port=port,
+        api_key=api_key,
+        model_name=model_name,
+        engine=engine,
+        engine_python=engine_python,
+        max_model_len=max_model_len,
+        tool_format=tool_format,
+    )
+    run_serve(path, settings, console=Console())
 
 
 def main() -> None:

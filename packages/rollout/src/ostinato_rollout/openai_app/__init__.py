@@ -5,16 +5,17 @@ recorded as they were sampled. What it is not: it knows no reward, runs no tool,
 Behind the extra `serve`.
 """
 
+from ostinato_engines import MissingDependencyError
+
 try:
     from ostinato_rollout.openai_app.app import OpenAIApp
     from ostinato_rollout.openai_app.serving import serving
-except ModuleNotFoundError as missing:
-    if missing.name not in ("starlette", "uvicorn"):
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.partition(".")[0] not in ("starlette", "uvicorn"):
         raise
-    raise ModuleNotFoundError(
-        f"{missing.name} must be installed for the OpenAI app; run `pip install 'ostinato-rollout[serve]'`",
-        name=missing.name,
-    ) from missing
+    raise MissingDependencyError(
+        f"{error.name} must be installed for the OpenAI app; run `pip install 'ostinato-rollout[serve]'`"
+    ) from error
 
 from ostinato_rollout.openai_app.conversations import SessionStore
 from ostinato_rollout.openai_app.errors import ApiError, ServeError, UnknownSessionError
