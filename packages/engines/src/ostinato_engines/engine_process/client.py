@@ -124,23 +124,28 @@ class EngineProcess(ForwardingServer):
             except BaseException as error:
                 is_gone = self._reading is not None and self._reading.done()
                 await self._end_process()
-                wanted = f"{self._build.engine} must start under {self._python}"
-                if isinstance(error, TimeoutError):
-                    told = self._told(EngineError("it did not answer"))
-                    raise EngineStartError(
-                        f"{wanted} within {self._start_timeout_s:g} s, got no answer:{told}"
-                    ) from error
-                if isinstance(error, EngineCrashedError):
-                    told = self._told(EngineError(_GONE) if is_gone else error)
-                    raise EngineStartError(f"{wanted}, got an error:{told}") from error
-                if isinstance(error, MissingDependencyError):
-                    raise MissingDependencyError(f"{wanted}, which lacks something: {error} there") from error
+                if (explained := self._start_error(error, is_gone=is_gone)) is not None:
+                    raise explained from error
                 raise
             self._capabilities = built.capabilities
             self.max_model_len = built.max_model_len
             self.policy_version = built.policy_version
             self._versions = built.versions
             self._status.loaded = True
+
+    def _start_error(self, error: BaseException, *, is_gone: bool) -> EngineError | None:
+        """An error that says more to people who know neither the process nor its log; None where there is no more to say."""
+        wanted = f"{self._build.engine} must start under {self._python}"
+        if isinstance(error, TimeoutError):
+            told = self._told(EngineError("it did not answer"))
+            return EngineStartError(f"{wanted} within {self._start_timeout_s:g} s, got no answer:{told}")
+        if isinstance(error, EngineCrashedError):
+            return EngineStartError(f"{wanted}, got an error:{self._told(EngineError(_GONE) if is_gone else error)}")
+        if isinstance(error, MissingDependencyError):
+            return MissingDependencyError(f"{wanted}, which lacks something: {error} there")
+        if isinstance(error, EngineStartError):
+            return EngineStartError(f"{error}{self._where_log_is}")
+        return None
 
     async def _launch(self) -> None:
         """The process, connected, of this version."""
@@ -171,7 +176,7 @@ class EngineProcess(ForwardingServer):
             if not connected.done():
                 raise EngineStartError(
                     f"{self._build.engine} must start under {self._python}, got no connection:"
-                    f"{self._told(self._install_hint())}"
+                    f"{explain(self._log_tail(), self._install_hint())}"
                 )
         except OSError as error:
             raise EngineStartError(
@@ -335,8 +340,11 @@ class EngineProcess(ForwardingServer):
 
     def _told(self, error: EngineError) -> str:
         """What the end of the log and an error say, the likely cure, and where the rest is."""
-        text = explain(self._log_tail(), error)
-        return f"{text}\nthe whole log is in {self._log_path}" if self._is_log_kept else text
+        return f"{explain(self._log_tail(), error)}{self._where_log_is}"
+
+    @property
+    def _where_log_is(self) -> str:
+        return f"\nthe whole log is in {self._log_path}" if self._is_log_kept else ""
 
     def _log_tail(self) -> str:
         """The end of what the process printed."""
