@@ -21,6 +21,7 @@ from ostinato_engines.server import AsyncServerBase
 ENGINES = {
     "transformers": ("ostinato_engines.transformers_server", "TransformersServer"),
     "vllm": ("ostinato_engines.vllm_server", "VLLMServer"),
+    "sglang": ("ostinato_engines.sglang_server", "SGLangServer"),
 }
 """Our own engines by name: module and class."""
 
