@@ -39,6 +39,17 @@ def engine_class(name: str) -> type[AsyncServerBase]:
     return getattr(importlib.import_module(module), attribute)
 
 
+def server_class_of(engine: str) -> type[AsyncServerBase]:
+    """The class that a text names: one of our own engines, or a place and a class, `module:Class` or `file.py:Class`.
+
+    Raises:
+        EngineLoadError: As `engine_class` and `load_server_class`.
+        MissingDependencyError: What our own engine needs is not installed.
+    """
+    place, _, name = engine.rpartition(":")
+    return load_server_class(place, name) if place else engine_class(engine)
+
+
 def load_server_class(path: str | Path, name: str) -> type[AsyncServerBase]:
     """Loads class `name` from `path`.
 

@@ -12,7 +12,7 @@ from ostinato_engines.engine_process import wire
 from ostinato_engines.engine_process.wire import Answer, Build, Built, Call, Generate, Hello
 from ostinato_engines.errors import EngineNotReadyError
 from ostinato_engines.forwarding import AnswerCall, answers_of, error_name
-from ostinato_engines.loading import ENGINES, construct_server, engine_class, load_server_class
+from ostinato_engines.loading import construct_server, server_class_of
 from ostinato_engines.server import AsyncServerBase
 from ostinato_engines.types import TokenOutput, as_token_output
 
@@ -60,11 +60,7 @@ class Host:
 
     async def _build(self, raw: Any) -> Built:
         wanted = wire.decode(raw, Build)
-        if wanted.engine in ENGINES:
-            kind = engine_class(wanted.engine)
-        else:
-            place, _, name = wanted.engine.rpartition(":")
-            kind = load_server_class(place, name)
+        kind = server_class_of(wanted.engine)
         self._server = server = construct_server(kind, wanted.model, wanted.settings, required=wanted.required)
         await server.start()
         self._methods |= answers_of(server) | {"generate": lambda raw: _generate(server, raw)}
