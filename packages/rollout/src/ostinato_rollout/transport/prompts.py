@@ -10,11 +10,12 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from ostinato_engines import EngineInputError
 
 ID_BYTES = 4
 DIGEST_BYTES = 16
-_BYTE_TYPES = (bytes, bytearray, str)
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -25,34 +26,27 @@ def id_bytes(token_ids: Sequence[int]) -> memoryview:
     Raises:
         EngineInputError: Not a flat sequence of integers below 2**31.
     """
-    if isinstance(token_ids, _BYTE_TYPES):
+    if isinstance(token_ids, bytes | bytearray | str):
         raise EngineInputError(f"prompt_ids must be token ids, got {type(token_ids).__name__}; encode the text first")
-    if not isinstance(token_ids, list | tuple):
-        view = _buffer_of(token_ids)
-        if view is not None:
-            return view
     try:
-        ids = array("i", token_ids)
+        if not isinstance(token_ids, array | np.ndarray):
+            ids = memoryview(array("i", token_ids))
+        elif isinstance(token_ids, array) and token_ids.typecode == "i":
+            ids = memoryview(token_ids)
+        else:
+            ids = _narrowed(np.asarray(token_ids))
     except (TypeError, ValueError, OverflowError) as error:
         raise EngineInputError(f"prompt_ids must be integers below 2**31, got {error}; pass token ids") from error
-    return memoryview(ids).cast("B") if ids else memoryview(b"")
+    return ids.cast("B") if len(ids) else memoryview(b"")
 
 
-def _buffer_of(token_ids: Sequence[int]) -> memoryview | None:
-    """The bytes of a flat buffer of signed integers; None for anything else, and for ids that do not fit."""
-    try:
-        view = memoryview(token_ids)  # pyright: ignore[reportArgumentType]
-    except TypeError:
-        return None
-    if view.ndim != 1 or not view.contiguous or view.format not in ("i", "l", "q") or not len(view):
-        return None
-    if view.itemsize == ID_BYTES:
-        return view.cast("B")
-    # Of each integer of 8 bytes the lower half; the upper one must be zero, and so must the lower one's top bit.
-    halves = view.cast("B").cast("i")
-    low, high = halves[::2].tobytes(), halves[1::2].tobytes()
-    fits = not high.strip(b"\0") and low[ID_BYTES - 1 :: ID_BYTES].isascii()
-    return memoryview(low) if fits else None
+def _narrowed(ids: np.ndarray) -> memoryview:
+    """An array of integers as int32."""
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise TypeError(f"{ids.dtype} of shape {ids.shape}")
+    if len(ids) and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31:
+        raise OverflowError(f"{ids.min()} to {ids.max()}")
+    return np.ascontiguousarray(ids, dtype=np.int32).data
 
 
 class KeptPrompt:
