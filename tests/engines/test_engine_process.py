@@ -5,6 +5,7 @@ import importlib.util
 import os
 import signal
 import sys
+import tempfile
 
 import pytest
 
@@ -242,6 +243,18 @@ async def test_the_log_can_be_kept(echo, tmp_path):
     with pytest.raises(EngineStartError, match="log_path must be a file that can be written"):
         await server.start()
     await server.shutdown()
+
+
+async def test_a_long_path_of_temporary_files(echo, monkeypatch, tmp_path):
+    """Where the system's folder for temporary files is too deep for a socket, the ends meet elsewhere, and leave nothing."""
+    deep = tmp_path / ("deep" * 30)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    server = EngineProcess(echo, "model")
+    async with server:
+        assert (await server.generate([1], {}, "a")).token_ids == [1]
+    assert not list(deep.iterdir())
+    assert not server._folder.exists()
 
 
 async def test_what_the_environment_lacks_is_told_with_its_interpreter(tmp_path):

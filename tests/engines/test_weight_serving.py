@@ -4,6 +4,7 @@ import asyncio
 import socket
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -24,8 +25,10 @@ pytest.importorskip("transformers")
 from ostinato_engines.transformers_server import TransformersServer  # noqa: E402
 from ostinato_engines.weight_transfer import (  # noqa: E402
     StoredWeights,
+    WeightListener,
     WeightReceiver,
     WeightSender,
+    connect,
     send_weights,
     serve_weight_updates,
     write_weights,
@@ -262,3 +265,14 @@ async def test_an_engine_in_another_process_follows(make_model, weights_of, answ
     said, _ = await engine.communicate()
     assert said.decode().strip() == f"{await answer_with(1)} 4"
     assert engine.returncode == 0
+
+
+def test_a_meeting_place_where_paths_are_long(monkeypatch, tmp_path):
+    """A listener finds a place for its socket where the path of temporary files is too long for one, and leaves none behind."""
+    deep = tmp_path / ("deep" * 30)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with WeightListener() as listener:
+        connect(listener.path).close()
+    assert not list(deep.iterdir())
+    assert not listener.path.parent.exists()

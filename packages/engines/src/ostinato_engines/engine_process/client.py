@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
@@ -30,6 +29,7 @@ from ostinato_engines.errors import (
     MissingDependencyError,
 )
 from ostinato_engines.forwarding import ForwardingServer, error_named
+from ostinato_engines.socket_folder import new_socket_folder
 from ostinato_engines.types import (
     Capabilities,
     EngineState,
@@ -92,7 +92,7 @@ class EngineProcess(ForwardingServer):
         self._start_timeout_s = start_timeout_s
         self._status = EngineStatus()
         self._starting = asyncio.Lock()
-        self._folder = Path(tempfile.mkdtemp(prefix="ostinato-engine-"))
+        self._folder = new_socket_folder("ostinato-engine-")
         self._log_path = self._folder / "log" if log_path is None else Path(log_path)
         self._is_log_kept = log_path is not None
         self._process: asyncio.subprocess.Process | None = None

@@ -5,19 +5,19 @@ A parent and its child need none of this: `socket.socketpair()` before the start
 
 import shutil
 import socket
-import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from ostinato_engines.errors import WeightPeerLostError, WeightUpdateTimeoutError
+from ostinato_engines.socket_folder import new_socket_folder
 
 
 class WeightListener:
     """A socket in a folder that only this user can enter; `close` removes both."""
 
     def __init__(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="ostinato-weights-"))
+        self._directory = new_socket_folder("ostinato-weights-")
         self.path = self._directory / "socket"
         """What the other process passes to `connect`."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
