@@ -1,7 +1,7 @@
-"""One `generate` over many replicas: routing, counting, deadlines, and the resumption of aborted generations.
+"""One `generate` over many replicas: places, deadlines, lost replicas, and the resumption of aborted generations.
 
-Invariants: a replica's counter is raised exactly while a call of ours is inside that replica, and belongs to one
-incarnation of it; what a resumed generation returns never exceeds what was asked for. Knows token ids, no messages.
+Invariants: a conversation has one turn under way at a time; what a resumed generation returns never exceeds what was asked
+for; however a call ends, its counter and its place are given back. Knows token ids, no messages.
 """
 
 from __future__ import annotations
@@ -9,33 +9,54 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from ostinato_engines import AsyncServerBase, PolicySpan, SamplingParams, StopReason, TokenOutput, as_token_output
-from ostinato_rollout.errors import NoReplicaError, ReplicaError, RequestTimeoutError, RolloutError, SessionInputError
-from ostinato_rollout.routing import LeastInFlight, ReplicaPolicy
-from ostinato_rollout.seeds import derive_seed
+from ostinato_engines import AsyncServerBase, EngineState, SamplingParams, StopReason, TokenOutput, as_token_output
+from ostinato_rollout.activity import ClientActivity
+from ostinato_rollout.config import AdmissionConfig
+from ostinato_rollout.conversation import Conversation, Stage
+from ostinato_rollout.decision_log import DecisionLog
+from ostinato_rollout.diagnostics import ago, log_dump, register
+from ostinato_rollout.errors import (
+    NoReplicaError,
+    ReplicaError,
+    RequestTimeoutError,
+    RolloutError,
+    SessionInputError,
+    SessionStateError,
+)
+from ostinato_rollout.placement import Placement
+from ostinato_rollout.resumption import PartialGeneration
+from ostinato_rollout.routing import ReplicaPolicy, StickyLeastInFlight
 
 logger = logging.getLogger(__name__)
 
-_MAX_STICKY = 100_000
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.5
+_RELEASE_TIMEOUT_S = 60.0
+_MAX_NAMED = 4
+_HEALTH_TIMEOUT_S = 30.0
+_GONE = (EngineState.FAILED, EngineState.CLOSED)
 
 
 class LLMServerClient:
     """Token ids in, token ids out, over replicas that serve one policy.
 
     A conversation's first turn goes to the replica with the least under way, later turns to the same one while it is in
-    service. An aborted generation goes on from its last token, under whatever policy then serves, within its first budget.
+    service and not far busier than the best. With admission, a new conversation waits, in order of arrival, while the
+    replicas hold as many as their memory has room for. An aborted generation goes on from its last token, under whatever policy then serves,
+    within its first budget. A replica that has failed for good is taken out, and its turns begin again elsewhere.
 
     Args:
         servers: The replicas, at least one; they get the ids 0, 1, ...
         seed: Decides between equally busy replicas.
-        timeout_s: Longest time that one `generate` may take, all resumptions included.
-        policy: How replicas are chosen; LeastInFlight(seed) unless given.
+        timeout_s: Longest time that one `generate` may take, all resumptions included, the wait for a place not.
+        policy: How replicas are chosen; StickyLeastInFlight(seed) unless given.
+        admission: When new conversations wait for a place; None: never. Whoever lets them wait sees to it that those under
+            way do not depend on those that wait: see `admit`.
+        decision_log: Is told every choice of a replica.
+        on_lost: Is told of a replica that has failed for good, and why.
     """
 
     def __init__(
@@ -45,43 +66,116 @@ class LLMServerClient:
         seed: int = 0,
         timeout_s: float = 600.0,
         policy: ReplicaPolicy | None = None,
+        admission: AdmissionConfig | None = None,
+        decision_log: DecisionLog | None = None,
+        on_lost: Callable[[AsyncServerBase, BaseException], None] | None = None,
     ) -> None:
         if not timeout_s > 0:
             raise SessionInputError(f"timeout_s must be positive, got {timeout_s}; give seconds")
+        if not servers:
+            raise NoReplicaError("servers must hold at least one replica, got none; start one first")
         self._timeout_s = timeout_s
-        self._policy = policy or LeastInFlight(seed)
-        self._servers: dict[int, AsyncServerBase] = {}
-        self._in_flight: dict[int, int] = {}
-        self._sticky: OrderedDict[str, int] = OrderedDict()
-        self._next_id = 0
+        self._on_lost = on_lost
+        self._placement = Placement(
+            StickyLeastInFlight(seed) if policy is None else policy,
+            AdmissionConfig(enable=False) if admission is None else admission,
+            decision_log,
+        )
+        self._conversations = self._placement.conversations
         for server in servers:
             self.add_server(server)
-        if not self._servers:
-            raise NoReplicaError("servers must hold at least one replica, got none; start one first")
+        register(self)
 
     @property
     def num_in_flight(self) -> dict[int, int]:
         """Generations under way by replica id; replicas in service only."""
-        return dict(self._in_flight)
+        return dict(self._placement.in_flight)
 
     @property
     def num_sticky(self) -> int:
-        """Conversations that have a place; returns to zero when all are released."""
-        return len(self._sticky)
+        """Conversations under way, waiting ones included; returns to zero when all are released."""
+        return len(self._conversations)
+
+    @property
+    def num_waiting(self) -> int:
+        """Conversations that wait for a place."""
+        return len(self._placement.admission.queue())
 
     def add_server(self, server: AsyncServerBase) -> int:
         """Put a replica into service; return its id, which is never used again."""
-        replica = self._next_id
-        self._next_id += 1
-        self._servers[replica] = server
-        self._in_flight[replica] = 0
-        return replica
+        return self._placement.add(server)
 
-    def remove_server(self, server: AsyncServerBase) -> None:
+    def remove_server(self, server: AsyncServerBase, *, reason: str = "was removed") -> None:
         """Take a replica out of service; its conversations move at their next turn. Unknown servers are no error."""
-        for replica in [replica for replica, known in self._servers.items() if known is server]:
-            del self._servers[replica]
-            del self._in_flight[replica]
+        self._placement.remove(server, reason)
+
+    def refresh_capacities(self) -> None:
+        """Ask replicas again how much they hold; the pool does so when they have started."""
+        self._placement.refresh()
+
+    def activity(self) -> ClientActivity:
+        """Return what every replica and conversation is doing now."""
+        return self._placement.activity()
+
+    async def admit(
+        self, request_id: str, *, num_prompt_tokens: int, max_growth: int | None = None, group: str | None = None
+    ) -> float:
+        """Wait until a conversation may begin; `generate` does so itself for one that was not admitted.
+
+        Args:
+            request_id: The conversation; nothing happens if it is under way.
+            num_prompt_tokens: Length of its first prompt.
+            max_growth: Tokens that it may add over all its turns, as far as known.
+            group: Conversations of one group belong together, for example those of one trajectory. Where one of them has
+                a place, the others get theirs at once: they would wait for each other else.
+
+        Returns:
+            Seconds waited.
+
+        Raises:
+            RequestTimeoutError: There was no place within the deadline.
+            NoReplicaError: No replica is in service.
+        """
+        if request_id in self._conversations:
+            return 0.0
+        began = time.monotonic()
+        await self._admit(request_id, group, num_prompt_tokens, max_growth)
+        return time.monotonic() - began
+
+    async def _admit(
+        self, request_id: str, group: str | None, num_prompt_tokens: int, max_growth: int | None
+    ) -> Conversation:
+        placement = self._placement
+        conversation = placement.open(request_id, group, num_prompt_tokens=num_prompt_tokens, max_growth=max_growth)
+        try:
+            if placement.admission.must_wait(conversation):
+                await self._wait_for_place(conversation)
+            else:
+                placement.place(conversation)
+        except BaseException:
+            placement.close(conversation)
+            raise
+        conversation.enter(Stage.BETWEEN_TURNS)
+        return conversation
+
+    async def _wait_for_place(self, conversation: Conversation) -> None:
+        admission = self._placement.admission
+        deadline = asyncio.timeout(admission.config.timeout_s)
+        try:
+            async with deadline:
+                await admission.wait(conversation)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            held = "; ".join(replica.text() for replica in self._placement.activity().replicas[:_MAX_NAMED])
+            raise self._overdue(
+                f"request {conversation.request_id!r} must get a place within {admission.config.timeout_s:g} s, got none;"
+                f" waited since {ago(conversation.since)}, last progress: a place was given"
+                f" {ago(admission.last_admission)}; {held}; release conversations at their end,"
+                " or raise admission.timeout_s"
+            ) from error
+        if conversation.is_released:
+            raise _released(conversation)
 
     async def generate(
         self,
@@ -102,6 +196,7 @@ class LLMServerClient:
             RequestTimeoutError: The deadline passed.
             ReplicaError: The replica failed or broke its contract; its own error is the cause.
             NoReplicaError: No replica is in service.
+            SessionStateError: A turn of this conversation is under way, or it was released meanwhile.
         """
         params = (
             sampling_params
@@ -110,170 +205,181 @@ class LLMServerClient:
         )
         if params.max_tokens is not None and params.max_tokens <= 0:
             return TokenOutput(token_ids=[], logprobs=[] if params.logprobs else None, stop_reason=StopReason.LENGTH)
-        attempts = _Attempts(params.max_tokens)
+        conversation = self._conversations.get(request_id)
+        if conversation is None:
+            conversation = await self._admit(request_id, None, len(prompt_ids), params.max_tokens)
         deadline = asyncio.timeout(self._timeout_s)
+        conversation.begin(deadline)
+        began = conversation.since
         try:
             async with deadline:
-                return await self._until_done(request_id, prompt_ids, params, media, attempts)
+                output = await self._call(conversation, prompt_ids, params, media)
+                if output is None or output.stop_reason is StopReason.ABORTED:
+                    output = await self._resume(conversation, prompt_ids, params, media, output)
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            raise RequestTimeoutError(
+            if conversation.is_released:
+                raise _released(conversation) from error
+            raise self._overdue(
                 f"generate must finish within {self._timeout_s:g} s, got none for request {request_id!r};"
-                f" waited for replica {attempts.replica} since {attempts.started}, last progress:"
-                f" {len(attempts.token_ids)} tokens after {attempts.number} aborted attempts; look at that replica's health"
+                f" it {conversation.stage} on replica {conversation.replica} since {ago(conversation.since)},"
+                f" began {ago(began)}, last progress: {conversation.num_partial} tokens after"
+                f" {conversation.num_aborts} aborted attempts; look at that replica's health"
             ) from error
+        finally:
+            conversation.end()
+        conversation.num_turns += 1
+        self._placement.admission.grow(conversation, len(prompt_ids) + len(output.token_ids))
+        return output
 
-    async def _until_done(
-        self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, media: Sequence, attempts: _Attempts
+    async def _resume(
+        self,
+        conversation: Conversation,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        media: Sequence,
+        output: TokenOutput | None,
     ) -> TokenOutput:
-        """Call replicas until a generation ends otherwise than by an abort."""
-        prompt, current, pause_s = prompt_ids, params, 0.0
+        """Call replicas until a generation ends otherwise than by an abort; `output` is the first attempt's."""
+        partial = PartialGeneration(prompt_ids, params)
+        pause_s, version, number = 0.0, 0, 0
         while True:
-            output = await self._call(request_id, prompt, current, media, attempts)
             if output is not None:
-                if output.stop_reason is not StopReason.ABORTED and not attempts.number:
-                    return output
-                attempts.add(output)
+                partial.add(output)
+                version = output.policy_versions[0].version
                 if output.stop_reason is not StopReason.ABORTED:
-                    return attempts.merged(output)
+                    return partial.merged(output.stop_reason, output.stop_token_id, version)
+                if partial.is_full:
+                    return partial.merged(StopReason.LENGTH, None, version)
+                # Whoever aborts without a token in between gets less and less to abort.
                 pause_s = 0.0 if output.token_ids else min(max(pause_s * 2, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
-            attempts.number += 1
-            left = attempts.left()
-            if left == 0:
-                return attempts.merged(
-                    msgspec.structs.replace(output, stop_reason=StopReason.LENGTH) if output else None
-                )
-            prompt = [*prompt_ids, *attempts.token_ids]
-            seed = None if params.seed is None else derive_seed(params.seed, attempts.number)
-            current = msgspec.structs.replace(params, max_tokens=left, seed=seed)
+            number += 1
+            prompt, rest = partial.rest(number)
+            conversation.num_aborts, conversation.num_partial = number, len(partial)
+            conversation.enter(Stage.PAUSED)
             await asyncio.sleep(pause_s)
+            conversation.enter(Stage.GENERATING)
+            output = await self._call(conversation, prompt, rest, media)
 
     async def _call(
-        self, request_id: str, prompt: Sequence[int], params: SamplingParams, media: Sequence, attempts: _Attempts
+        self, conversation: Conversation, prompt: Sequence[int], params: SamplingParams, media: Sequence
     ) -> TokenOutput | None:
-        """Call one replica, counted. None: the replica failed because it was taken out of service; try another."""
-        replica = self._choose(request_id)
-        server = self._servers[replica]
-        attempts.goes_to(replica)
-        self._in_flight[replica] += 1
+        """Call one replica, counted. None: the replica failed for good or was taken out of service; try another."""
+        placement = self._placement
+        replica = placement.enter(conversation)
+        server = placement.servers[replica]
         try:
-            raw = await server.generate(prompt, params, request_id, media)
-        except RolloutError:
-            raise
+            raw = await server.generate(prompt, params, conversation.request_id, media)
         except Exception as error:
-            if replica not in self._servers:
-                logger.warning("replica %d failed after it was taken out of service: %s", replica, error)
+            if await self._is_lost(replica, server, error):
                 return None
+            if isinstance(error, RolloutError):
+                raise
             raise ReplicaError(
-                f"replica {replica} failed to generate for request {request_id!r}: {type(error).__name__}: {error}",
+                f"replica {replica} failed to generate for request {conversation.request_id!r}:"
+                f" {type(error).__name__}: {error}",
+                replica=replica,
+            ) from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise ReplicaError(
+                f"replica {replica} must not cancel itself, got CancelledError for request {conversation.request_id!r};"
+                " see its log",
                 replica=replica,
             ) from error
         finally:
-            if replica in self._in_flight:
-                self._in_flight[replica] -= 1
-        output = as_token_output(raw)
-        _check_output(output, params, replica)
-        return output
+            placement.exit(replica)
+        return _checked(as_token_output(raw), params, replica)
 
-    def _choose(self, request_id: str) -> int:
-        """Pick a replica and remember it for the conversation."""
-        if not self._servers:
-            raise NoReplicaError(
-                f"at least one replica must be in service for request {request_id!r}, got none; restart one"
-            )
-        previous = self._sticky.get(request_id)
-        if previous is not None and previous not in self._servers:
-            previous = None
-        replica = self._policy.choose(request_id, self._in_flight, previous)
-        if replica not in self._servers:
-            raise ReplicaError(f"the policy must choose one of {sorted(self._servers)}, got {replica!r}; correct it")
-        if replica != previous:
-            self._sticky[request_id] = replica
-            if len(self._sticky) > _MAX_STICKY:
-                self._sticky.popitem(last=False)
-        return replica
+    async def _is_lost(self, replica: int, server: AsyncServerBase, error: Exception) -> bool:
+        """Tell whether a replica that failed to generate is out of service; take it out if it has failed for good."""
+        if replica in self._placement.servers:
+            try:
+                async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+                    health = await server.health()
+            # Whatever a replica does instead of telling its health, it is not there.
+            except Exception as silence:
+                logger.warning("replica %d does not tell its health: %s: %s", replica, type(silence).__name__, silence)
+            else:
+                if health.state not in _GONE:
+                    return False
+            if replica in self._placement.servers:
+                self.remove_server(server, reason=f"failed: {type(error).__name__}: {error}")
+                if self._on_lost is not None:
+                    self._on_lost(server, error)
+        logger.warning("replica %d failed and is out of service: %s: %s", replica, type(error).__name__, error)
+        return True
 
     async def release(self, request_id: str) -> None:
-        """End a conversation: forget its place, and let its replica free what it kept. Unknown ids are no error."""
-        replica = self._sticky.pop(request_id, None)
-        server = None if replica is None else self._servers.get(replica)
-        if server is None:
+        """End a conversation: its turn under way is given up, its place is free, its replica frees what it kept.
+
+        What goes wrong at the replica is logged; unknown ids are no error.
+        """
+        conversation = self._conversations.get(request_id)
+        if conversation is None or conversation.is_released:
             return
+        conversation.is_released = True
+        self._placement.admission.refuse(conversation, _released(conversation))
+        deadline = asyncio.timeout(min(self._timeout_s, _RELEASE_TIMEOUT_S))
         try:
-            await server.release(request_id)
+            async with deadline:
+                await conversation.interrupt()
+                conversation.enter(Stage.RELEASING)
+                server = None if conversation.replica is None else self._placement.servers.get(conversation.replica)
+                if server is not None:
+                    await server.release(request_id)
         except Exception as error:
+            if deadline.expired():
+                self._overdue(
+                    f"replica {conversation.replica} must release request {request_id!r} within"
+                    f" {min(self._timeout_s, _RELEASE_TIMEOUT_S):g} s, got no answer since"
+                    f" {ago(conversation.since)}; look at its log"
+                )
+                return
             logger.warning(
-                "replica %s failed to release request %s: %s: %s", replica, request_id, type(error).__name__, error
+                "replica %s failed to release request %s: %s: %s",
+                conversation.replica,
+                request_id,
+                type(error).__name__,
+                error,
             )
+        finally:
+            self._placement.close(conversation)
+
+    def _overdue(self, message: str) -> RequestTimeoutError:
+        """Build the error of a wait that has passed its deadline, and log what everybody is doing."""
+        log_dump(message)
+        return RequestTimeoutError(message)
 
 
-class _Attempts:
-    """What the aborted parts of one generation have brought so far."""
-
-    def __init__(self, max_tokens: int | None) -> None:
-        self.max_tokens = max_tokens
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] | None = []
-        self.spans: list[PolicySpan] = []
-        self.num_cached: int | None = None
-        self.num_preempted = 0
-        self.number = 0
-        self.replica = -1
-        self._since = time.time()
-
-    def goes_to(self, replica: int) -> None:
-        self.replica, self._since = replica, time.time()
-
-    @property
-    def started(self) -> str:
-        return f"{time.strftime('%H:%M:%S', time.localtime(self._since))} ({time.time() - self._since:.1f} s)"
-
-    def left(self) -> int | None:
-        """Tokens that may still be sampled; None: as many as there is room for."""
-        return None if self.max_tokens is None else self.max_tokens - len(self.token_ids)
-
-    def add(self, output: TokenOutput) -> None:
-        if output.num_cached_tokens is not None and self.num_cached is None:
-            self.num_cached = output.num_cached_tokens
-        self.num_preempted += output.num_preempted
-        if not output.token_ids:
-            return
-        offset = len(self.token_ids)
-        for span in output.policy_versions:
-            last = self.spans[-1] if self.spans else None
-            if last is None or (last.version, last.exact) != (span.version, span.exact):
-                self.spans.append(PolicySpan(span.start + offset, span.version, span.exact))
-        self.token_ids.extend(output.token_ids)
-        if output.logprobs is None:
-            self.logprobs = None
-        elif self.logprobs is not None:
-            self.logprobs.extend(output.logprobs)
-
-    def merged(self, last: TokenOutput | None) -> TokenOutput:
-        """Return everything as one output that ended as `last` did (LENGTH without one)."""
-        return TokenOutput(
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            stop_reason=StopReason.LENGTH if last is None else last.stop_reason,
-            stop_token_id=None if last is None else last.stop_token_id,
-            policy_versions=tuple(self.spans) or (PolicySpan(0, 0) if last is None else last.policy_versions[0],),
-            num_cached_tokens=self.num_cached,
-            num_preempted=self.num_preempted,
-        )
+def _released(conversation: Conversation) -> SessionStateError:
+    return SessionStateError(
+        f"release must follow the last turn, got a release of request {conversation.request_id!r} while it"
+        f" {conversation.stage}; await its turn first"
+    )
 
 
-def _check_output(output: TokenOutput, params: SamplingParams, replica: int) -> None:
-    """Raise ReplicaError where an answer breaks the contract that everything above relies on."""
-    num = len(output.token_ids)
-    if params.max_tokens is not None and num > params.max_tokens:
+def _checked(output: TokenOutput, params: SamplingParams, replica: int) -> TokenOutput:
+    """Return an answer; raise ReplicaError where it breaks the contract that everything above relies on.
+
+    One that was aborted on a token that ends the turn has ended.
+    """
+    token_ids = output.token_ids
+    if params.max_tokens is not None and len(token_ids) > params.max_tokens:
         raise ReplicaError(
-            f"token_ids must hold at most max_tokens ({params.max_tokens}), got {num} from replica {replica}; correct that server",
+            f"token_ids must hold at most max_tokens ({params.max_tokens}), got {len(token_ids)} from replica {replica};"
+            " correct that server",
             replica=replica,
         )
-    if output.logprobs is not None and len(output.logprobs) != num:
+    if output.logprobs is not None and len(output.logprobs) != len(token_ids):
         raise ReplicaError(
-            f"logprobs must be as long as token_ids ({num}), got {len(output.logprobs)} from replica {replica};"
+            f"logprobs must be as long as token_ids ({len(token_ids)}), got {len(output.logprobs)} from replica {replica};"
             " correct that server or let it report None",
             replica=replica,
         )
+    if output.stop_reason is StopReason.ABORTED and token_ids and token_ids[-1] in params.stop_token_ids:
+        return msgspec.structs.replace(output, stop_reason=StopReason.STOP, stop_token_id=token_ids[-1])
+    return output

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from ostinato_engines import AsyncServerBase, Health, UnsupportedError, WeightManifest
+from ostinato_rollout.activity import OperationActivity, PoolActivity
 from ostinato_rollout.client import LLMServerClient
-from ostinato_rollout.errors import NoReplicaError, ReplicaError, SessionInputError
+from ostinato_rollout.config import AdmissionConfig
+from ostinato_rollout.decision_log import DecisionLog
+from ostinato_rollout.diagnostics import ago, log_dump, register
+from ostinato_rollout.errors import NoReplicaError, ReplicaError, RequestTimeoutError, SessionInputError
 from ostinato_rollout.failure import Failure, FailureKind
 from ostinato_rollout.routing import ReplicaPolicy
 
@@ -24,7 +29,8 @@ class ServerPool:
     """Replicas of one policy.
 
     An operation goes to all replicas in service at the same time. One that fails or overruns the deadline is taken out
-    of service, with the failure kept in `lost`; when none is left, NoReplicaError names them all.
+    of service, with the failure kept in `lost`, and so is one that a client finds to have failed for good; when none is
+    left, NoReplicaError names them all.
 
     Args:
         servers: The replicas, at least one, not started yet.
@@ -49,6 +55,9 @@ class ServerPool:
         self._clients: weakref.WeakSet[LLMServerClient] = weakref.WeakSet()
         self.lost: dict[int, Failure] = {}
         """Replicas taken out of service, by their index, and why."""
+        self._under_way: dict[tuple[int, str], float] = {}  # what replicas have not answered yet, and since when
+        self._last_answer = ""
+        register(self)
 
     @property
     def servers(self) -> tuple[AsyncServerBase, ...]:
@@ -66,13 +75,43 @@ class ServerPool:
         return min(server.policy_version for server in self._in_service.values())
 
     def client(
-        self, *, seed: int = 0, timeout_s: float = 600.0, policy: ReplicaPolicy | None = None
+        self,
+        *,
+        seed: int = 0,
+        timeout_s: float = 600.0,
+        policy: ReplicaPolicy | None = None,
+        admission: AdmissionConfig | None = None,
+        decision_log: DecisionLog | None = None,
     ) -> LLMServerClient:
-        """Return a client over the replicas in service, which follows when one is taken out."""
+        """Return a client over the replicas in service, which follows when one is taken out.
+
+        Each client counts for itself what replicas hold: one for all conversations admits as many as fit.
+        """
         self._check_left("make a client")
-        client = LLMServerClient(self.servers, seed=seed, timeout_s=timeout_s, policy=policy)
+        client = LLMServerClient(
+            self.servers,
+            seed=seed,
+            timeout_s=timeout_s,
+            policy=policy,
+            admission=admission,
+            decision_log=decision_log,
+            on_lost=self._found_lost,
+        )
         self._clients.add(client)
         return client
+
+    def activity(self) -> PoolActivity:
+        """Return what replicas have not answered yet, and which are lost."""
+        now = time.monotonic()
+        return PoolActivity(
+            in_service=list(self._in_service),
+            lost={replica: failure.message for replica, failure in self.lost.items()},
+            operations=[
+                OperationActivity(replica=replica, what=what, since_s=now - since)
+                for (replica, what), since in list(self._under_way.items())
+            ],
+            last_answer=self._last_answer,
+        )
 
     async def start(self) -> None:
         """Start every replica. If one fails, the others are shut down again and its error is raised."""
@@ -147,8 +186,12 @@ class ServerPool:
             return
         self.lost[replica] = failure
         for client in self._clients:
-            client.remove_server(server)
+            client.remove_server(server, reason=f"had a failure: {failure.message}")
         logger.error("replica %d is out of service: %s: %s", replica, failure.where, failure.message)
+
+    def _found_lost(self, server: AsyncServerBase, error: BaseException) -> None:
+        where = f"replica {self._index(server)} had to generate"
+        self.take_out(server, Failure.from_error(error, where, kind=FailureKind.ENGINE))
 
     def _index(self, server: AsyncServerBase) -> int:
         for replica, known in self._all.items():
@@ -185,17 +228,15 @@ class ServerPool:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
 
         async def one(replica: int, server: AsyncServerBase) -> None:
+            key = (replica, purpose)
+            self._under_way[key] = time.monotonic()
             deadline = asyncio.timeout(limit_s)
             try:
                 async with deadline:
                     await operation(server)
+                self._last_answer = f"replica {replica} had to {purpose}"
             except TimeoutError as error:
-                if not deadline.expired():
-                    failures[replica] = error
-                    return
-                failures[replica] = TimeoutError(
-                    f"replica {replica} must {purpose} within {limit_s:g} s, got no answer; look at its log"
-                )
+                failures[replica] = self._overdue(key, limit_s) if deadline.expired() else error
             except asyncio.CancelledError as error:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
@@ -206,8 +247,20 @@ class ServerPool:
                 failures[replica].__cause__ = error
             except Exception as error:
                 failures[replica] = error
+            finally:
+                self._under_way.pop(key, None)
 
         async with asyncio.TaskGroup() as group:
             for replica, server in (self._in_service if servers is None else servers).items():
                 group.create_task(one(replica, server))
         return dict(sorted(failures.items()))
+
+    def _overdue(self, key: tuple[int, str], limit_s: float) -> RequestTimeoutError:
+        """Build the error of an operation that has passed its deadline, and log what everybody is doing."""
+        replica, purpose = key
+        message = (
+            f"replica {replica} must {purpose} within {limit_s:g} s, got no answer since {ago(self._under_way[key])},"
+            f" last progress: {self._last_answer or 'no operation has ended yet'}; look at that replica's log"
+        )
+        log_dump(message)
+        return RequestTimeoutError(message)

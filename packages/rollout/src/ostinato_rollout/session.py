@@ -14,11 +14,14 @@ from collections.abc import Sequence
 import msgspec
 
 from ostinato_engines import SamplingParams, StopReason, TokenOutput
+from ostinato_rollout.activity import SessionActivity
 from ostinato_rollout.client import LLMServerClient
 from ostinato_rollout.config import SessionConfig
+from ostinato_rollout.diagnostics import discard, register
 from ostinato_rollout.errors import BudgetExceededError, SessionInputError, SessionStateError
 from ostinato_rollout.seeds import derive_seed
-from ostinato_rollout.turns import assistant_message, checked_messages, empty_reply, same_turn
+from ostinato_rollout.turn_reader import TurnReader
+from ostinato_rollout.turns import assistant_message, checked_messages, empty_reply
 from ostinato_rollout.types import Reply, SessionBudget, SessionMetrics
 from ostinato_tokenization import (
     ContinuousTokens,
@@ -28,11 +31,9 @@ from ostinato_tokenization import (
     TokenLedger,
     check_ledger,
 )
-from ostinato_tools import ParsedTurn, ToolParser
+from ostinato_tools import ToolParser
 
 logger = logging.getLogger(__name__)
-
-_TAIL_LENGTH = 8
 
 
 class ChatSession:
@@ -48,6 +49,8 @@ class ChatSession:
         parser: Reads tool calls from what was sampled; None takes the text as it is.
         tools: Schemas that the chat template shows to the model; None or empty: no tools.
         request_id: Identifies the conversation to the replicas; drawn if None.
+        group: Sessions of one group belong together, as those of one trajectory do: where one is under way, the others
+            need not wait for a place. None: it is alone.
 
     Raises:
         SessionInputError: The tokenizer has no single token for a stop token of the parser.
@@ -63,6 +66,7 @@ class ChatSession:
         parser: ToolParser | None = None,
         tools: Sequence[dict] | None = None,
         request_id: str | None = None,
+        group: str | None = None,
     ) -> None:
         self.request_id = request_id if request_id is not None else uuid.uuid4().hex
         self.config, self.budget = config, budget
@@ -72,9 +76,9 @@ class ChatSession:
         """What the conversation cost; complete after `close`."""
         self.inexact_versions: set[int] = set()
         """Policy versions whose spans an engine reported as approximate."""
-        self._client, self._tokens, self._parser = client, tokens, parser
+        self._client, self._tokens = client, tokens
         self._tools = list(tools) if tools else None
-        self._stop_ids = _stop_ids(tokens, parser)
+        self._reader = TurnReader(tokens.tokenizer, parser, self._tools)
         self._ledger: TokenLedger | None = None
         self._finished: list[tuple[TokenLedger, int]] = []  # earlier segments, with the messages that each one holds
         self._finished_response = 0
@@ -84,7 +88,10 @@ class ChatSession:
         self._mark_length = 0
         self._mark: int | None = None  # where the ledger stood before them; None: the segment began with them
         self._turn = 0
-        self._busy = self._closed = False
+        self._group = group
+        self._is_admitted = self._busy = self._closed = False
+        self._doing, self._since = "was opened", time.monotonic()
+        register(self)
 
     @property
     def room(self) -> int:
@@ -130,7 +137,8 @@ class ChatSession:
     async def generate(self, sampling_params: SamplingParams) -> Reply:
         """Sample one turn, record it, and append it to the history.
 
-        `max_tokens` is lowered to `room`; with no room the reply is empty with reason LENGTH, and no replica is asked.
+        `max_tokens` is lowered to `room` and to the budget of a turn; with no room the reply is empty with reason LENGTH,
+        and no replica is asked. The first turn waits for a place on a replica, apart from the time that generating takes.
         A seed makes the whole conversation reproducible: turn k > 0 samples with a seed derived from it and k.
         An empty turn is not recorded, and leaves the conversation waiting for `generate` or more messages.
 
@@ -144,43 +152,79 @@ class ChatSession:
             raise SessionStateError(
                 "generate must follow extend, got no new message to answer; extend the session first"
             )
-        limit = self.room if sampling_params.max_tokens is None else min(sampling_params.max_tokens, self.room)
+        limit = self._limit(sampling_params.max_tokens)
         if limit <= 0:
             return empty_reply(StopReason.LENGTH)
         params = self._params(sampling_params, limit)
         prompt = ledger.snapshot()
         self._busy = True
-        began = time.perf_counter()
         try:
-            output = await self._client.generate(self.request_id, prompt, params)
+            output = await self._sample(prompt, params)
         finally:
             self._busy = False
-            self.metrics.generate_s += time.perf_counter() - began
+            self._enter("is between turns")
         self._count(output)
         if not output.token_ids:
             return empty_reply(output.stop_reason)
-        return self._record(ledger, output, in_reasoning=self._opens_reasoning(prompt))
+        return self._record(ledger, output, in_reasoning=self._reader.opens_reasoning(prompt))
+
+    async def _sample(self, prompt: Sequence[int], params: SamplingParams) -> TokenOutput:
+        """Have a turn generated, and measure the waits."""
+        if not self._is_admitted:
+            self._enter("waits for a place")
+            self.metrics.admission_s += await self._client.admit(
+                self.request_id, num_prompt_tokens=len(prompt), max_growth=self.room, group=self._group
+            )
+            self._is_admitted = True
+        self._enter("generates")
+        began = self._since
+        try:
+            return await self._client.generate(self.request_id, prompt, params)
+        finally:
+            self.metrics.generate_s += time.monotonic() - began
 
     async def close(self) -> None:
         """End the conversation: free the replica's place, drop messages that nothing answered, run the sanity check.
 
-        The check's result is in `metrics`; it never raises. Closing again does nothing.
+        A turn under way in another task is given up first. The check's result is in `metrics`; it never raises. Closing again does nothing.
         """
         if self._closed:
             return
         self._closed = True
+        self._enter("is being closed")
         try:
-            num_messages = len(self.messages)
-            if self._ledger is not None and self._unanswered and self._mark is not None:
-                self._ledger.truncate(self._mark)
-                self._length = self._mark_length
-                num_messages -= self._unanswered
-            if self._ledger is not None and self.config.tokenization_sanity_check_mode is not SanityCheckMode.DISABLE:
-                for ledger, count in (*self._finished, (self._ledger, num_messages)):
-                    if ledger.num_sampled:
-                        self._check(ledger, self.messages if count == len(self.messages) else self.messages[:count])
-        finally:
             await self._client.release(self.request_id)
+        finally:
+            self._finish()
+            discard(self)
+
+    def _finish(self) -> None:
+        """Drop what nothing answered, and check what is left."""
+        num_messages = len(self.messages)
+        if self._ledger is None:
+            return
+        if self._unanswered and self._mark is not None:
+            self._ledger.truncate(self._mark)
+            self._length = self._mark_length
+            num_messages -= self._unanswered
+        if self.config.tokenization_sanity_check_mode is not SanityCheckMode.DISABLE:
+            for ledger, count in (*self._finished, (self._ledger, num_messages)):
+                if ledger.num_sampled:
+                    self._check(ledger, self.messages if count == len(self.messages) else self.messages[:count])
+
+    def activity(self) -> SessionActivity:
+        """Return what the conversation is doing now."""
+        return SessionActivity(
+            request_id=self.request_id,
+            doing=self._doing,
+            since_s=time.monotonic() - self._since,
+            num_messages=len(self.messages),
+            num_tokens=self._length,
+            room=self.room,
+        )
+
+    def _enter(self, doing: str) -> None:
+        self._doing, self._since = doing, time.monotonic()
 
     async def __aenter__(self) -> ChatSession:
         return self
@@ -193,6 +237,11 @@ class ChatSession:
             raise SessionStateError(f"{what} must come before close, got a closed session; open another one")
         if self._busy:
             raise SessionStateError(f"{what} must wait for the turn under way, got a busy session; await its generate")
+
+    def _limit(self, max_tokens: int | None) -> int:
+        """Return how many tokens a turn may have."""
+        bounds = (self.room, max_tokens, self.budget.max_turn_tokens)
+        return min(bound for bound in bounds if bound is not None)
 
     def _room(self, prompt_length: int, length: int) -> int:
         response = self.budget.max_response_tokens - self._finished_response - (length - prompt_length)
@@ -302,7 +351,7 @@ class ChatSession:
 
     def _params(self, given: SamplingParams, limit: int) -> SamplingParams:
         """Complete what the caller gave: bound, stop tokens, and this turn's seed."""
-        stops = self._stop_ids
+        stops = self._reader.stop_ids
         if given.stop_token_ids:
             stops = tuple(dict.fromkeys((*given.stop_token_ids, *stops)))
         seed = given.seed
@@ -317,7 +366,9 @@ class ChatSession:
         self.metrics.num_preempted += output.num_preempted
 
     def _record(self, ledger: TokenLedger, output: TokenOutput, *, in_reasoning: bool) -> Reply:
-        """Put a turn into the ledger and the history."""
+        """Read a turn, then put it into the ledger and the history: a parser that raises has changed neither."""
+        text = self._reader.text(output.token_ids)
+        parsed = self._reader.parse(text, turn=self._turn, in_reasoning=in_reasoning)
         self._tokens.merge_assistant_tokens(
             ledger,
             output.token_ids,
@@ -326,8 +377,6 @@ class ChatSession:
         )
         self.inexact_versions.update(span.version for span in output.policy_versions if not span.exact)
         self._length += len(output.token_ids)
-        text = self._decode(output.token_ids)
-        parsed = self._parse(text, in_reasoning=in_reasoning)
         message = assistant_message(parsed, text)
         self.messages.append(message)
         self._unanswered, self._mark = 0, None
@@ -342,27 +391,6 @@ class ChatSession:
             text=text,
         )
 
-    def _opens_reasoning(self, prompt: Sequence[int]) -> bool:
-        """Tell whether the generation prompt has opened the reasoning, so that the turn begins inside it."""
-        openers = getattr(self._parser, "reasoning_openers", ("<think>",))
-        if self._parser is None or not openers:
-            return False
-        return self._tokens.tokenizer.decode(prompt[-_TAIL_LENGTH:]).rstrip().endswith(tuple(openers))
-
-    def _decode(self, token_ids: list[int]) -> str:
-        """Return the text of a turn, control tokens kept; the token that ends a turn is no part of it."""
-        tokenizer = self._tokens.tokenizer
-        if token_ids[-1] in tokenizer.stop_token_ids:
-            token_ids = token_ids[:-1]
-        return tokenizer.decode(token_ids, skip_special_tokens=False)
-
-    def _parse(self, text: str, *, in_reasoning: bool = False) -> ParsedTurn:
-        """Read the calls of a turn."""
-        if self._parser is None:
-            return ParsedTurn(content=text, reasoning=None, tool_calls=(), errors=())
-        prefix = f"call_{self._turn}_"
-        return self._parser.parse(text, self._tools, id_prefix=prefix, in_reasoning=in_reasoning)
-
     def _check(self, ledger: TokenLedger, messages: list[dict]) -> None:
         """Count a difference (which the check itself logs) between a ledger and its messages' render; a check that fails
         is one, too."""
@@ -374,7 +402,7 @@ class ChatSession:
                 self._tools,
                 mode=self.config.tokenization_sanity_check_mode,
                 template_kwargs=self._tokens.template_kwargs,
-                same_turn=lambda said, shown: same_turn(self._parse(said), self._parse(shown)),
+                same_turn=self._reader.same_turn,
             )
         except Exception as error:
             logger.exception("the sanity check of request %s failed", self.request_id)
@@ -385,18 +413,3 @@ class ChatSession:
             logger.debug("the warning about inconsistent tokenization is about request %s", self.request_id)
             self.metrics.mismatch_reports.append(str(report))
             self.metrics.num_mismatches += 1
-
-
-def _stop_ids(tokens: ContinuousTokens, parser: ToolParser | None) -> tuple[int, ...]:
-    """Return the ids that end a turn: the template's, and those that the parser names as text."""
-    ids = list(tokens.tokenizer.stop_token_ids)
-    for token in () if parser is None else parser.stop_tokens:
-        token_id = tokens.tokenizer.token_id(token)
-        if token_id is None:
-            name = parser.name if parser is not None else ""
-            raise SessionInputError(
-                f"the stop token of format {name!r} must be a token of the tokenizer, got {token!r}, which it does not have;"
-                " choose the format that the model was trained with"
-            )
-        ids.append(token_id)
-    return tuple(dict.fromkeys(ids))

@@ -23,9 +23,11 @@ class SessionBudget(msgspec.Struct, frozen=True):
     """Longest response, in tokens, over the whole trajectory."""
     max_model_len: int | None = None
     """Longest context that the model serves, in tokens; None: the sum of the two above decides."""
+    max_turn_tokens: int | None = None
+    """Most tokens sampled in one turn; None: as many as there is room for."""
 
     def __post_init__(self) -> None:
-        for name in ("max_prompt_tokens", "max_response_tokens", "max_model_len"):
+        for name in self.__struct_fields__:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise SessionInputError(f"{name} must be a positive number of tokens, got {value!r}; raise it")
@@ -59,6 +61,8 @@ class Reply(msgspec.Struct, frozen=True):
 class SessionMetrics(msgspec.Struct):
     """What one conversation cost; grows as it goes."""
 
+    admission_s: float = 0.0
+    """Seconds spent waiting for a place on a replica, before the first turn."""
     generate_s: float = 0.0
     """Seconds spent waiting for generations."""
     num_generations: int = 0

@@ -1,0 +1,135 @@
+"""What the client knows of one conversation: where its place is, how long it is, and what is being done for it.
+
+Invariant: at most one turn is under way. Knows no token ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from enum import StrEnum
+
+from ostinato_rollout.activity import ConversationActivity
+from ostinato_rollout.errors import SessionStateError
+
+
+class Stage(StrEnum):
+    """What a conversation is doing, in words that complete `it ...`."""
+
+    WAITING = "waits for a place"
+    GENERATING = "generates"
+    PAUSED = "was aborted and waits to go on"
+    BETWEEN_TURNS = "is between turns"
+    RELEASING = "is being released"
+
+
+class Conversation:
+    """One conversation under way.
+
+    Args:
+        request_id: Its name.
+        group: Conversations of one group belong together and never wait for each other; None: it is alone.
+        prompt_tokens: Length of its first prompt.
+        expected_tokens: What it is expected to grow to.
+    """
+
+    __slots__ = (
+        "_ended",
+        "_turn",
+        "expected_tokens",
+        "group",
+        "is_counted",
+        "is_released",
+        "num_aborts",
+        "num_partial",
+        "num_tokens",
+        "num_turns",
+        "prompt_tokens",
+        "replica",
+        "request_id",
+        "since",
+        "stage",
+    )
+
+    def __init__(self, request_id: str, group: str | None, *, prompt_tokens: int, expected_tokens: int) -> None:
+        self.request_id, self.group = request_id, group
+        self.prompt_tokens, self.expected_tokens = prompt_tokens, expected_tokens
+        self.num_tokens = prompt_tokens
+        """Context after the last turn."""
+        self.num_turns = 0
+        """Turns that have ended with an answer."""
+        self.num_aborts = 0
+        """How often the turn under way was aborted so far."""
+        self.num_partial = 0
+        """Tokens that the turn under way has from aborted attempts."""
+        self.replica: int | None = None
+        """Where its place is; None: it waits for one."""
+        self.is_counted = False
+        """Its first turn is counted in flight on `replica` from the choice of the replica on, before it gets there."""
+        self.is_released = False
+        """Nothing may begin for it any more."""
+        self.stage, self.since = Stage.WAITING, time.monotonic()
+        self._turn: asyncio.Timeout | None = None
+        self._ended: asyncio.Future[None] | None = None
+
+    @property
+    def held_tokens(self) -> int:
+        """What it counts for in its replica's memory: what it is expected to reach, or more if it is longer already."""
+        return max(self.expected_tokens, self.num_tokens)
+
+    def begin(self, deadline: asyncio.Timeout) -> None:
+        """Note that a turn is under way until `end`.
+
+        Raises:
+            SessionStateError: Another one is, or the conversation is over.
+        """
+        if self.is_released:
+            raise SessionStateError(
+                f"generate must come before release, got request {self.request_id!r}, which is being released; use a new id"
+            )
+        if self._turn is not None or self.replica is None:
+            raise SessionStateError(
+                f"request_id must have one turn under way at a time, got a second for {self.request_id!r};"
+                " await the first, or use another id"
+            )
+        self._turn = deadline
+        self.num_aborts = self.num_partial = 0
+        self.stage, self.since = Stage.GENERATING, time.monotonic()
+
+    def end(self) -> None:
+        """Note that the turn is over, however it went."""
+        self._turn = None
+        if self._ended is not None:
+            self._ended.set_result(None)
+            self._ended = None
+        self.enter(Stage.BETWEEN_TURNS)
+
+    def enter(self, stage: Stage) -> None:
+        """Note what is being done from now on."""
+        self.stage, self.since = stage, time.monotonic()
+
+    def activity(self, place_in_queue: int) -> ConversationActivity:
+        """Return what is being done for it now."""
+        return ConversationActivity(
+            request_id=self.request_id,
+            stage=self.stage.value,
+            since_s=time.monotonic() - self.since,
+            replica=self.replica,
+            place_in_queue=place_in_queue,
+            num_turns=self.num_turns,
+            num_tokens=self.num_tokens,
+            num_aborts=self.num_aborts,
+            num_partial=self.num_partial,
+        )
+
+    async def interrupt(self) -> None:
+        """End the turn under way, if there is one, and wait until nothing of it is left."""
+        turn = self._turn
+        if turn is None:
+            return
+        loop = asyncio.get_running_loop()
+        if not turn.expired():
+            turn.reschedule(loop.time())
+        if self._ended is None:
+            self._ended = loop.create_future()
+        await asyncio.shield(self._ended)
