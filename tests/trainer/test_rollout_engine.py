@@ -7,6 +7,7 @@ import pytest
 
 from ostinato_engines import EngineLoadError
 from ostinato_engines.engine_process import EngineProcess
+from ostinato_engines.loading import ENGINES
 from ostinato_engines.transformers_server import TransformersServer
 from ostinato_engines.vllm_server import VLLMServer
 from ostinato_trainer.config_loading import load_config
@@ -67,6 +68,22 @@ def test_every_key_reaches_vllm() -> None:
     assert (options.tensor_parallel_size, options.gpu_memory_utilization, options.enforce_eager) == (2, 0.4, True)
     assert (options.max_num_batched_tokens, options.max_num_seqs, options.max_model_len) == (512, 7, 2048)
     assert (dict(options.more), options.dtype, options.cast_weights) == ({"block_size": 32}, "float32", True)
+
+
+def test_an_engine_that_starts_its_own_process_gets_the_interpreter() -> None:
+    """A class that takes an interpreter is not put into a process of ours: it is told which one to start."""
+    if "sglang" not in ENGINES:
+        pytest.skip("sglang has no adapter")
+    keys = (
+        f"{ROLLOUT}.name=sglang",
+        f"{ROLLOUT}.engine_python=/envs/sglang/bin/python",
+        f"{ROLLOUT}.enforce_eager=true",
+    )
+    server = build_server(load_config([], [*BASE, *keys, f"{ROLLOUT}.engine_kwargs.sglang.log_level=info"]))
+    assert not isinstance(server, EngineProcess)
+    options = server._options  # type: ignore[attr-defined]
+    assert (options.python, options.enforce_eager, options.cast_weights) == ("/envs/sglang/bin/python", True, True)
+    assert dict(options.more) == {"log_level": "info"}
 
 
 def test_a_server_of_one_s_own_takes_what_it_names_of_what_is_set(own: tuple[str, str]) -> None:

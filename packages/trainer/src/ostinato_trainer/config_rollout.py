@@ -40,8 +40,8 @@ class RolloutConfig(AgentRolloutConfig, frozen=True, forbid_unknown_fields=True,
     name: Literal["transformers", "vllm", "sglang"] = "transformers"
     """Inference engine."""
     engine_python: str | None = None
-    """Interpreter of the environment that the engine lives in, so that its pins need not be the trainer's; that environment
-    holds the engine and ostinato-engines. null: the engine runs in this process."""
+    """Interpreter of the environment that the engine lives in, so that its pins need not be the trainer's; vLLM's also holds
+    ostinato-engines, SGLang's need not. null: the engine is in the trainer's environment."""
     mode: Literal["async"] = "async"
     """Agents run concurrently on an asynchronous server; only async exists."""
     seed: int | None = None

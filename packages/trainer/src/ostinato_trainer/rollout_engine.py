@@ -35,20 +35,26 @@ def build_server(config: Config) -> AsyncServerBase:
     chosen = {parameter: value for _, parameter, value in _chosen(rollout)}
     settings = {**_settings(config), **chosen}
     custom = rollout.agent.custom_async_server
-    if rollout.engine_python is not None:
-        return EngineProcess(
-            rollout.name if custom.path is None else f"{custom.path}:{custom.name}",
-            model_path,
-            python=_interpreter(rollout.engine_python),
-            settings=settings,
-            required=chosen,
-            log_path=Path(config.trainer.local_dir) / ENGINE_LOG,
+    if rollout.engine_python is None:
+        if custom.path is not None and custom.name is not None:
+            server_class = load_server_class(custom.path, custom.name)
+        else:
+            server_class = engine_class(rollout.name)
+        return construct_server(server_class, model_path, settings, required=chosen)
+    python = _interpreter(rollout.engine_python)
+    if custom.path is None and not names_not_taken(engine_class(rollout.name), ["python"]):
+        # Its class starts a process itself, and needs nothing of ours there.
+        return construct_server(
+            engine_class(rollout.name), model_path, {**settings, "python": python}, required=[*chosen, "python"]
         )
-    if custom.path is not None and custom.name is not None:
-        server_class = load_server_class(custom.path, custom.name)
-    else:
-        server_class = engine_class(rollout.name)
-    return construct_server(server_class, model_path, settings, required=chosen)
+    return EngineProcess(
+        rollout.name if custom.path is None else f"{custom.path}:{custom.name}",
+        model_path,
+        python=python,
+        settings=settings,
+        required=chosen,
+        log_path=Path(config.trainer.local_dir) / ENGINE_LOG,
+    )
 
 
 def engine_problems(config: Config) -> list[str]:
@@ -66,7 +72,7 @@ def engine_problems(config: Config) -> list[str]:
     if rollout.engine_python is None and importlib.util.find_spec(rollout.name) is None:
         problems.append(
             f"{_ROLLOUT}.name must be an engine that is installed, got {rollout.name}, which is not in this environment; "
-            f"write {_ROLLOUT}.engine_python=PATH of an interpreter whose environment has {rollout.name} and ostinato-engines"
+            f"write {_ROLLOUT}.engine_python=PATH of the interpreter of an environment that has it"
         )
     wanted = [
         *_chosen(rollout),
