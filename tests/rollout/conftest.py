@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import re
 
 import pytest
 
 from ostinato_engines import AsyncServerBase, PolicySpan, SamplingParams, StopReason, TokenOutput
 from ostinato_engines.testing import ScriptedServer
-from ostinato_rollout import LLMServerClient
+from ostinato_rollout import LLMServerClient, ServerPool
+from ostinato_tokenization import ContinuousTokens
+from ostinato_tokenization.testing import tiny_chat_tokenizer
+from ostinato_tools import get_parser
 
 
 class StubServer(AsyncServerBase):
@@ -98,8 +103,6 @@ def output():
 @pytest.fixture
 def tokenizer():
     """A real, tiny chat tokenizer."""
-    from ostinato_tokenization.testing import tiny_chat_tokenizer
-
     return tiny_chat_tokenizer()
 
 
@@ -127,3 +130,56 @@ def scripted(sampled):
         return LLMServerClient([server]), server
 
     return make
+
+
+@pytest.fixture
+def openai_app(tokenizer, sampled):
+    """Serves an app over one server that samples the given texts (or ids, outputs, errors); gives URL, app and server."""
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("starlette")
+    from ostinato_rollout.openai_app import OpenAIApp, serving
+
+    @contextlib.asynccontextmanager
+    async def make(replies=(), *, server=None, chat_template=None, parser="hermes", pool_options=None, **options):
+        chat_tokenizer = tokenizer if chat_template is None else tiny_chat_tokenizer(chat_template=chat_template)
+        server = server or ScriptedServer(replies, encode=sampled, **(pool_options or {}))
+        pool = ServerPool([server])
+        await pool.start()
+        app = OpenAIApp(
+            pool,
+            ContinuousTokens(chat_tokenizer),
+            model="tiny",
+            parser=None if parser is None else get_parser(parser),
+            **options,
+        )
+        try:
+            async with serving(app) as url:
+                yield url, app, server
+        finally:
+            await pool.shutdown()
+
+    return make
+
+
+@pytest.fixture
+def ask():
+    """Sends one HTTP request as it is; returns status, headers and body."""
+
+    async def send(url, path, body=None, *, method=None, headers=None, raw=None):
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        content = raw if raw is not None else b"" if body is None else json.dumps(body).encode()
+        lines = {"Content-Length": len(content), **({"Content-Type": "application/json"} if content else {})}
+        head = "".join(f"{name}: {value}\r\n" for name, value in {**lines, **(headers or {})}.items())
+        method = method or ("POST" if content else "GET")
+        try:
+            writer.write(f"{method} {path} HTTP/1.0\r\n{head}\r\n".encode() + content)
+            answer = await reader.read(-1)
+        finally:
+            writer.close()
+        top, _, content = answer.partition(b"\r\n\r\n")
+        first, *rest = top.decode().split("\r\n")
+        found = {name.lower(): value for name, _, value in (line.partition(": ") for line in rest)}
+        return int(first.split()[1]), found, content
+
+    return send

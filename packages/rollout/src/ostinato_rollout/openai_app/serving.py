@@ -71,6 +71,8 @@ class _Server(uvicorn.Server):
 def _bound(app: OpenAIApp, host: str, port: int) -> Iterator[socket.socket]:
     """Bind, and refuse what must not be reached from outside."""
     try:
+        if not 0 <= port <= 0xFFFF:
+            raise OverflowError("port must be 0 to 65535")
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
         if not app.needs_key and not ipaddress.ip_address(address[0]).is_loopback:
