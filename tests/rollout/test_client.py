@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from ostinato_engines import PolicySpan, SamplingParams, SamplingParamsError, StopReason, TokenOutput
 from ostinato_rollout import (
-    LeastInFlight,
     LLMServerClient,
     NoReplicaError,
     ReplicaError,
     RequestTimeoutError,
     SessionInputError,
+    SessionStateError,
 )
 
 PARAMS = SamplingParams(max_tokens=10)
@@ -218,13 +218,17 @@ async def test_release_forgets_the_conversation_and_tells_the_replica(stub_serve
     assert (client.num_sticky, server.released) == (0, ["a"])
 
 
-async def test_the_memory_of_places_is_bounded(stub_server, monkeypatch):
-    """Conversations that nobody releases are forgotten, the oldest first, instead of piling up."""
-    monkeypatch.setattr("ostinato_rollout.client._MAX_STICKY", 3)
+async def test_no_live_conversation_is_forgotten(stub_server, monkeypatch):
+    """Conversations that nobody releases stay where they are; beyond a bound a new one is refused, and no old one dropped."""
+    monkeypatch.setattr("ostinato_rollout.placement._MAX_CONVERSATIONS", 3)
     client = LLMServerClient([stub_server()])
-    for index in range(10):
+    for index in range(3):
         await client.generate(f"r{index}", [1], PARAMS)
+    with pytest.raises(SessionStateError, match="must be released at their end, got 3"):
+        await client.generate("r3", [1], PARAMS)
     assert client.num_sticky == 3
+    await client.release("r0")
+    await client.generate("r3", [1], PARAMS)
 
 
 async def test_a_bare_list_of_ids_is_an_output_without_logprobs(stub_server):
@@ -270,9 +274,3 @@ def test_wrong_arguments_are_refused(stub_server):
         LLMServerClient([stub_server()], timeout_s=0)
     with pytest.raises(SamplingParamsError, match="temprature"):
         asyncio.run(LLMServerClient([stub_server()]).generate("a", [1], {"temprature": 1}))
-
-
-def test_least_in_flight_prefers_the_previous_replica():
-    """The previous replica wins even when another has less under way."""
-    assert LeastInFlight(0).choose("a", {0: 5, 1: 0}, 0) == 0
-    assert LeastInFlight(0).choose("a", {0: 5, 1: 0}, None) == 1

@@ -61,6 +61,7 @@ class AgentLoopContext:
             parser=self.parser if tools else None,
             tools=tools,
             request_id=request_id,
+            group=self.trajectory_id or None,
         )
         self.sessions.append(session)
         return session

@@ -23,6 +23,7 @@ def batch_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     costs = [segments[0].metrics for segments in done]
     for name in _DURATIONS:
         _add_spread(metrics, f"agent_loop/{name}", [getattr(cost, name) for cost in costs])
+    _add_spread(metrics, "agent_loop/admission", [cost.admission for cost in costs])
     _add_spread(metrics, "num_turns", [segments[-1].num_turns for segments in done])
     _add_spread(metrics, "tool_call_counts", [cost.num_tool_calls for cost in costs])
     preempted = [cost.num_preempted for cost in costs if cost.num_preempted >= 0]

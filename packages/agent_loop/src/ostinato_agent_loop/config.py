@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ostinato_engines import SamplingParams
-from ostinato_rollout import SessionConfig
+from ostinato_rollout import AdmissionConfig, RoutingConfig, SessionConfig
 from ostinato_tools import TruncateSide, TruncateUnit
 
 
@@ -31,6 +31,8 @@ class MultiTurnConfig(SessionConfig, frozen=True, forbid_unknown_fields=True, kw
     """Most generations in a trajectory; null: no limit but the response's length."""
     max_user_turns: int | None = None
     """Most times that tools (or a user) answer in a trajectory; null: no limit but the response's length."""
+    max_turn_tokens: int | None = None
+    """Most tokens sampled in one turn; null: as many as the response has room for."""
     max_parallel_calls: int = 1
     """Most tool calls that run in one turn; further ones are answered with a message that says so."""
     max_consecutive_malformed: int = 3
@@ -51,7 +53,13 @@ class MultiTurnConfig(SessionConfig, frozen=True, forbid_unknown_fields=True, kw
 
     def __post_init__(self) -> None:
         _check_at_least(
-            self, 1, "max_assistant_turns", "max_user_turns", "max_parallel_calls", "max_tool_response_length"
+            self,
+            1,
+            "max_assistant_turns",
+            "max_user_turns",
+            "max_turn_tokens",
+            "max_parallel_calls",
+            "max_tool_response_length",
         )
         _check_at_least(self, 0, "max_consecutive_malformed")
         if not self.tool_timeout_s > 0:
@@ -90,7 +98,7 @@ class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     max_concurrency: int = 256
     """Most trajectories that one worker has under way."""
     trajectory_timeout_s: float = 3600.0
-    """Seconds after which a trajectory is given up and recorded as failed."""
+    """Seconds after which a trajectory is given up and recorded as failed, its wait for a place on a replica included."""
     reward_timeout_s: float = 600.0
     """Seconds after which a reward is given up and recorded as failed."""
 
@@ -140,9 +148,17 @@ class RolloutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Conversations with tools."""
     agent: AgentConfig = AgentConfig()
     """Who runs the trajectories."""
+    routing: RoutingConfig = RoutingConfig()
+    """Which replica serves a turn."""
+    admission: AdmissionConfig = AdmissionConfig()
+    """How many conversations are under way at a time."""
+    generate_timeout_s: float = 600.0
+    """Seconds that one turn may take, with what becomes of it when the engine aborts it, before the trajectory fails."""
 
     def __post_init__(self) -> None:
         _check_at_least(self, 1, "n")
+        if not self.generate_timeout_s > 0:
+            raise ValueError(f"generate_timeout_s must be positive, got {self.generate_timeout_s}; give seconds")
         self.sampling_params()
         self.sampling_params(validate=True)
 

@@ -21,6 +21,7 @@ from ostinato_agent_loop.trajectory import RolloutBatch, Trajectory
 from ostinato_agent_loop.worker import AgentLoopWorker, TrajectoryTask
 from ostinato_engines import SamplingParams
 from ostinato_rollout import (
+    DecisionLog,
     Failure,
     LLMServerClient,
     RolloutScheduler,
@@ -28,6 +29,7 @@ from ostinato_rollout import (
     SessionBudget,
     SessionConfig,
     derive_seed,
+    make_policy,
 )
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens
 from ostinato_tools import ToolExecutor, ToolParser, TruncateUnit, get_parser, load_tools, parser_for
@@ -72,7 +74,7 @@ class AgentLoopManager:
             )
         if client is None:
             assert pool is not None
-            client = pool.client(seed=seed)
+            client = make_client(config, pool, seed=seed)
         self._config, self._seed = config, seed
         self._pool = pool if colocated else None
         self._num_batches = 0
@@ -215,6 +217,21 @@ def load_manager_class(config: AgentConfig) -> type[AgentLoopManager]:
     if config.agent_loop_manager_class is None:
         return AgentLoopManager
     return import_class(config.agent_loop_manager_class, AgentLoopManager, "agent.agent_loop_manager_class")
+
+
+def make_client(config: RolloutConfig, pool: ServerPool, *, seed: int) -> LLMServerClient:
+    """Return a client of the pool that routes, admits and waits as the settings say."""
+    routing = config.routing
+    log = None
+    if routing.decision_log_path is not None:
+        log = DecisionLog(routing.decision_log_path, max_decisions=routing.max_logged_decisions)
+    return pool.client(
+        seed=seed,
+        timeout_s=config.generate_timeout_s,
+        policy=make_policy(routing, seed=seed),
+        admission=config.admission,
+        decision_log=log,
+    )
 
 
 def make_parser(config: SessionConfig, tokenizer: ChatTokenizer) -> ToolParser:

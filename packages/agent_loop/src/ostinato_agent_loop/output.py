@@ -49,6 +49,8 @@ class AgentLoopMetrics(msgspec.Struct):
 
     generate_sequences: float = 0.0
     """Seconds spent waiting for generations."""
+    admission: float = 0.0
+    """Seconds spent waiting for a place on a replica, before the first turn."""
     tool_calls: float = 0.0
     """Seconds spent waiting for tools."""
     compute_score: float = 0.0
@@ -167,6 +169,7 @@ def outputs_from_session(
         raise AgentLoopOutputError("the session must have a prompt, got none; extend it before asking for its outputs")
     measured = session.metrics
     metrics.generate_sequences += measured.generate_s
+    metrics.admission += measured.admission_s
     metrics.num_preempted = max(metrics.num_preempted, 0) + measured.num_preempted
     metrics.num_cached_tokens += measured.num_cached_tokens
     metrics.num_tokenization_mismatches += measured.num_mismatches

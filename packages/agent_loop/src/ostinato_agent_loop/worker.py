@@ -25,6 +25,8 @@ from ostinato_rollout import Failure, FailureKind, RequestTimeoutError, RolloutS
 
 logger = logging.getLogger(__name__)
 
+_CLOSING_TIMEOUT_S = 300.0  # for what an agent has left open, beyond its own deadline
+
 
 class TrajectoryTask(msgspec.Struct, frozen=True):
     """One trajectory to run."""
@@ -61,7 +63,12 @@ class AgentLoopWorker:
         async def run(task: TrajectoryTask) -> Trajectory:
             return await self.run_trajectory(task, sampling_params)
 
-        results = await RolloutScheduler().run(tasks, run, concurrency=self._config.max_concurrency)
+        results = await RolloutScheduler().run(
+            tasks,
+            run,
+            concurrency=self._config.max_concurrency,
+            item_timeout_s=self._config.trajectory_timeout_s + self._config.reward_timeout_s + _CLOSING_TIMEOUT_S,
+        )
         return [
             _failed(task, result) if isinstance(result, Failure) else result
             for task, result in zip(tasks, results, strict=True)

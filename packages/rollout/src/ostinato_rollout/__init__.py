@@ -2,11 +2,15 @@
 
 What it is: `ChatSession` (messages in, turns out, token ids recorded once), `LLMServerClient` (one `generate` over many
 replicas), `ServerPool` (their life), `RolloutScheduler` (thousands of conversations under bounded concurrency), and
-`Failure` (what went wrong, as data). What it is not: it knows no agent, no reward and no training.
+`Failure` (what went wrong, as data). `dump` says what everybody is doing, a `DecisionLog` why a replica was chosen.
+What it is not: it knows no agent, no reward and no training.
 """
 
+from ostinato_rollout.activity import Dump
 from ostinato_rollout.client import LLMServerClient
-from ostinato_rollout.config import SessionConfig
+from ostinato_rollout.config import AdmissionConfig, RoutingConfig, RoutingPolicy, SessionConfig
+from ostinato_rollout.decision_log import DecisionLog, replay
+from ostinato_rollout.diagnostics import dump, dumps_on_signal
 from ostinato_rollout.errors import (
     BudgetExceededError,
     NoReplicaError,
@@ -18,32 +22,51 @@ from ostinato_rollout.errors import (
 )
 from ostinato_rollout.failure import Failure, FailureKind, classify
 from ostinato_rollout.pool import ServerPool
-from ostinato_rollout.routing import LeastInFlight, ReplicaPolicy
+from ostinato_rollout.routing import (
+    LeastInFlight,
+    RandomReplica,
+    ReplicaPolicy,
+    RoundRobin,
+    StickyLeastInFlight,
+    make_policy,
+)
 from ostinato_rollout.scheduler import RolloutScheduler
 from ostinato_rollout.seeds import derive_seed
 from ostinato_rollout.session import ChatSession
 from ostinato_rollout.types import Reply, SessionBudget, SessionMetrics
 
 __all__ = [
+    "AdmissionConfig",
     "BudgetExceededError",
     "ChatSession",
+    "DecisionLog",
+    "Dump",
     "Failure",
     "FailureKind",
     "LLMServerClient",
     "LeastInFlight",
     "NoReplicaError",
+    "RandomReplica",
     "ReplicaError",
     "ReplicaPolicy",
     "Reply",
     "RequestTimeoutError",
     "RolloutError",
     "RolloutScheduler",
+    "RoundRobin",
+    "RoutingConfig",
+    "RoutingPolicy",
     "ServerPool",
     "SessionBudget",
     "SessionConfig",
     "SessionInputError",
     "SessionMetrics",
     "SessionStateError",
+    "StickyLeastInFlight",
     "classify",
     "derive_seed",
+    "dump",
+    "dumps_on_signal",
+    "make_policy",
+    "replay",
 ]

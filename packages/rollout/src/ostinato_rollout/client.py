@@ -250,6 +250,7 @@ class LLMServerClient:
                 version = output.policy_versions[0].version
                 if output.stop_reason is not StopReason.ABORTED:
                     return partial.merged(output.stop_reason, output.stop_token_id, version)
+                _check_not_cancelled()
                 if partial.is_full:
                     return partial.merged(StopReason.LENGTH, None, version)
                 # Whoever aborts without a token in between gets less and less to abort.
@@ -322,7 +323,8 @@ class LLMServerClient:
         if conversation is None or conversation.is_released:
             return
         conversation.is_released = True
-        self._placement.admission.refuse(conversation, _released(conversation))
+        if conversation.replica is None:
+            self._placement.admission.refuse(conversation, _released(conversation))
         deadline = asyncio.timeout(min(self._timeout_s, _RELEASE_TIMEOUT_S))
         try:
             async with deadline:
@@ -353,6 +355,13 @@ class LLMServerClient:
         """Build the error of a wait that has passed its deadline, and log what everybody is doing."""
         log_dump(message)
         return RequestTimeoutError(message)
+
+
+def _check_not_cancelled() -> None:
+    """Raise CancelledError in a task that was cancelled, which a server answered as an abort."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _released(conversation: Conversation) -> SessionStateError:

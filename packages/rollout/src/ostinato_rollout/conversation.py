@@ -102,7 +102,7 @@ class Conversation:
         if self._ended is not None:
             self._ended.set_result(None)
             self._ended = None
-        self.enter(Stage.BETWEEN_TURNS)
+        self.stage, self.since = Stage.BETWEEN_TURNS, time.monotonic()
 
     def enter(self, stage: Stage) -> None:
         """Note what is being done from now on."""

@@ -10,6 +10,8 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from ostinato_rollout.activity import ClientActivity, Dump, PoolActivity, SchedulerActivity, SessionActivity
@@ -68,16 +70,22 @@ def log_dump(reason: str) -> None:
     logger.error("%s\n%s", reason, dump().text())
 
 
-def dump_on_signal(number: int | None = None) -> None:
-    """Log a dump whenever the process gets a signal.
+@contextmanager
+def dumps_on_signal(number: int | None = None) -> Iterator[None]:
+    """Within this context, log a dump whenever the process gets a signal, as from `kill -USR1 PID`.
 
     Args:
         number: Which; SIGUSR1 where there is one. Elsewhere, and in other threads than the main one, nothing happens.
     """
     chosen = number if number is not None else getattr(signal, "SIGUSR1", None)
     if chosen is None or threading.current_thread() is not threading.main_thread():
+        yield
         return
-    signal.signal(chosen, lambda *_: logger.warning("what everybody is doing\n%s", dump().text()))
+    before = signal.signal(chosen, lambda *_: logger.warning("what everybody is doing\n%s", dump().text()))
+    try:
+        yield
+    finally:
+        signal.signal(chosen, before)
 
 
 def ago(moment: float) -> str:

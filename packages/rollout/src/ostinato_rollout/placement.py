@@ -62,15 +62,12 @@ class Placement:
             self.admission.add(replica, server.capabilities())
 
     def remove(self, server: AsyncServerBase, reason: str) -> None:
-        """Take a replica out of service; with the last one, everybody's wait for a place ends."""
+        """Take a replica out of service; with the last one, everybody's wait for a place ends with NoReplicaError."""
         for replica in [replica for replica, known in self.servers.items() if known is server]:
             del self.servers[replica]
             del self.in_flight[replica]
             self._last_lost = f"replica {replica} {reason}"
             self.admission.remove(replica)
-        if not self.servers:
-            for conversation in list(self.conversations.values()):
-                self.admission.refuse(conversation, self.no_replica(conversation.request_id))
 
     def no_replica(self, request_id: str) -> NoReplicaError:
         """Build the error for a turn that nobody can serve."""

@@ -17,7 +17,7 @@ from ostinato_agent_loop import AgentLoopManager, agent_loop_class, load_manager
 from ostinato_agent_loop.rows import row_tool_selection
 from ostinato_engines.device import seed_all
 from ostinato_engines.versions import installed_versions
-from ostinato_rollout import ServerPool, SessionBudget
+from ostinato_rollout import ServerPool, SessionBudget, dumps_on_signal
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens
 from ostinato_tools import ToolExecutor
 from ostinato_trainer.chat_template import chat_template_text, write_chat_template
@@ -87,6 +87,7 @@ async def _run(config: Config, callbacks: Sequence[TrainerCallback]) -> None:
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
     backend = LocalBackend.from_pretrained(str(model.path), backend_options(config, total_steps))
     async with AsyncExitStack() as stack:
+        stack.enter_context(dumps_on_signal())
         loggers = Loggers.from_config(config)
         stack.callback(loggers.close)
         stack.push_async_callback(pool.shutdown)
@@ -131,6 +132,7 @@ def build_manager(
         max_prompt_tokens=config.data.max_prompt_length,
         max_response_tokens=config.data.max_response_length,
         max_model_len=rollout.max_model_len,
+        max_turn_tokens=rollout.multi_turn.max_turn_tokens,
     )
     manager_class = load_manager_class(rollout.agent)
     return manager_class(
