@@ -4,6 +4,7 @@ A peer's requirements seldom agree with ours or with another peer's, so none of 
 interpreter and leave a peer out, saying so, where its environment is missing.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -24,6 +25,38 @@ def python_of(peer: str) -> Path | None:
     """The interpreter of a peer's environment; None where it was not made."""
     python = HOME / peer / "bin/python"
     return python if python.exists() else None
+
+
+class PeerProcess:
+    """A peer that runs a script of this folder in its own environment and answers JSON lines with JSON lines."""
+
+    def __init__(self, name: str, python: Path, script: str, *arguments: str) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            [str(python), str(Path(__file__).with_name(script)), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def ask(self, request: dict) -> dict:
+        """The answer; with `error` in it where the peer failed or its process ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        return json.loads(line) if line else {"error": "its process ended"}
+
+    def close(self) -> None:
+        """Let the process end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
 
 
 def make(peer: str) -> bool:

@@ -20,7 +20,6 @@ import hashlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +32,7 @@ from unittest.mock import patch
 
 from transformers import AutoTokenizer
 
-from benchmarks.peers import PEERS, python_of
+from benchmarks.peers import PEERS, PeerProcess, python_of
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens, TokenLedger
 
 TURNS = 64
@@ -126,37 +125,6 @@ def hash_of(token_ids: Sequence[int]) -> str:
     return hashlib.sha256(array("i", token_ids).tobytes()).hexdigest()
 
 
-class Peer:
-    """A peer in its own process."""
-
-    def __init__(self, name: str, python: Path) -> None:
-        self.name = name
-        script = Path(__file__).with_name("tokenization_peer.py")
-        self._process = subprocess.Popen(
-            [str(python), str(script), name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-
-    def ask(self, request: dict) -> dict:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        return json.loads(line) if line else {"error": "its process ended"}
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
-
-
 CALL = {"id": "call00001", "type": "function", "function": {"name": "search_0", "arguments": {"query": "clue"}}}
 ASSISTANT = {"role": "assistant", "content": "I look.", "reasoning_content": "The log may say.", "tool_calls": [CALL]}
 ASSISTANT_IN_WORDS = {
@@ -222,7 +190,9 @@ def write_conversation(path: Path, side: Side, reference, texts: list[str]) -> s
     return hash_of(ids)
 
 
-def compare(name: str, folder: Path, template: str, peers: list[Peer], rounds: int) -> tuple[dict[str, float], bool]:
+def compare(
+    name: str, folder: Path, template: str, peers: list[PeerProcess], rounds: int
+) -> tuple[dict[str, float], bool]:
     """For each kind of text the least ratio of a peer's time to ours, with and without tiktoken; and whether ids agree."""
     sides = {"plain": Side(folder, template, tiktoken=False)}
     if name in FAST:
@@ -362,7 +332,7 @@ def run(shared: Path, rounds: int) -> dict[str, object]:
         if python is None:
             print(f"{name} is left out: it is not installed; uv run python -m benchmarks.peers {name}", flush=True)
         else:
-            peers.append(Peer(name, python))
+            peers.append(PeerProcess(name, python, "tokenization_peer.py", name))
     fast: list[float] = []
     plain: list[float] = []
     ids_equal = True
