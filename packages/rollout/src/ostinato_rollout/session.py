@@ -152,7 +152,7 @@ class ChatSession:
             raise SessionStateError(
                 "generate must follow extend, got no new message to answer; extend the session first"
             )
-        limit = self._limit(sampling_params.max_tokens)
+        limit = self.budget.turn_limit(self.room, sampling_params.max_tokens)
         if limit <= 0:
             return empty_reply(StopReason.LENGTH)
         params = self._params(sampling_params, limit)
@@ -238,28 +238,15 @@ class ChatSession:
         if self._busy:
             raise SessionStateError(f"{what} must wait for the turn under way, got a busy session; await its generate")
 
-    def _limit(self, max_tokens: int | None) -> int:
-        """Return how many tokens a turn may have."""
-        bounds = (self.room, max_tokens, self.budget.max_turn_tokens)
-        return min(bound for bound in bounds if bound is not None)
-
     def _room(self, prompt_length: int, length: int) -> int:
         response = self.budget.max_response_tokens - self._finished_response - (length - prompt_length)
         return max(0, min(response, self.budget.max_context_tokens - length))
 
-    def _over_budget(self, needed: int, room: int, *, limit: str = "") -> BudgetExceededError:
+    def _over_budget(self, needed: int, room: int) -> BudgetExceededError:
         """Build the error for an addition of `needed` tokens where `room` are left."""
-        if not limit:
-            model_len = self.budget.max_model_len
-            tight = model_len is not None and model_len - self._length <= room
-            limit = "max_model_len" if tight else "max_response_tokens"
-        return BudgetExceededError(
-            f"the messages must need fewer tokens than there is room for ({room} under {limit}), got {needed};"
-            f" shorten them or raise {limit}",
-            limit=limit,
-            needed=needed,
-            room=room,
-        )
+        model_len = self.budget.max_model_len
+        tight = model_len is not None and model_len - self._length <= room
+        return self.budget.exceeded(needed, room, "max_model_len" if tight else "max_response_tokens")
 
     def _begin(self, messages: list[dict]) -> None:
         """Make the ledger of the current segment from `messages` alone."""
@@ -272,15 +259,7 @@ class ChatSession:
         if self._finished:
             self._check_new_segment(length)
         else:
-            for name in ("max_prompt_tokens", "max_model_len"):
-                bound = getattr(self.budget, name)
-                if bound is not None and length > bound:
-                    raise BudgetExceededError(
-                        f"the prompt must hold at most {name} ({bound}) tokens, got {length}; shorten it or raise {name}",
-                        limit=name,
-                        needed=length,
-                        room=bound,
-                    )
+            self.budget.check_prompt(length)
         self._ledger, self._length, self._prompt_length, self._mark = ledger, length, length, None
 
     def _continue(self, ledger: TokenLedger, previous: list[dict], new: list[dict]) -> None:
@@ -347,7 +326,7 @@ class ChatSession:
                 if self.budget.max_context_tokens == self.budget.max_model_len
                 else "max_response_tokens"
             )
-            raise self._over_budget(length, room, limit=limit)
+            raise self.budget.exceeded(length, room, limit)
 
     def _params(self, given: SamplingParams, limit: int) -> SamplingParams:
         """Complete what the caller gave: bound, stop tokens, and this turn's seed."""

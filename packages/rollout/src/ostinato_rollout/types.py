@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ostinato_engines import StopReason
-from ostinato_rollout.errors import SessionInputError
+from ostinato_rollout.errors import BudgetExceededError, SessionInputError
 from ostinato_tools import ToolCall
 
 
@@ -37,6 +37,32 @@ class SessionBudget(msgspec.Struct, frozen=True):
         """Longest segment, in tokens."""
         total = self.max_prompt_tokens + self.max_response_tokens
         return total if self.max_model_len is None else min(total, self.max_model_len)
+
+    def turn_limit(self, room: int, max_tokens: int | None) -> int:
+        """Return how many tokens a turn may have where `room` are left and `max_tokens` were asked for."""
+        return min(bound for bound in (room, max_tokens, self.max_turn_tokens) if bound is not None)
+
+    def check_prompt(self, length: int) -> None:
+        """Raise BudgetExceededError if a first prompt of so many tokens is too long."""
+        for name in ("max_prompt_tokens", "max_model_len"):
+            bound = getattr(self, name)
+            if bound is not None and length > bound:
+                raise BudgetExceededError(
+                    f"the prompt must hold at most {name} ({bound}) tokens, got {length}; shorten it or raise {name}",
+                    limit=name,
+                    needed=length,
+                    room=bound,
+                )
+
+    def exceeded(self, needed: int, room: int, limit: str) -> BudgetExceededError:
+        """Return the error for messages of `needed` tokens where `limit` leaves room for `room`."""
+        return BudgetExceededError(
+            f"the messages must need fewer tokens than there is room for ({room} under {limit}), got {needed};"
+            f" shorten them or raise {limit}",
+            limit=limit,
+            needed=needed,
+            room=room,
+        )
 
 
 class Reply(msgspec.Struct, frozen=True):
