@@ -57,10 +57,12 @@ class LinkOptions(msgspec.Struct, frozen=True):
 class _Waiting:
     """A call under way."""
 
-    __slots__ = ("answer", "since", "what")
+    __slots__ = ("answer", "send_again", "since", "what")
 
     def __init__(self, what: str) -> None:
         self.what = what
+        self.send_again: Callable[[], None] | None = None
+        """Of a generation: sends its prompt whole."""
         self.since = time.time()
         self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
@@ -138,7 +140,7 @@ class Link:
         """`AsyncServerBase.generate`; only what is new of the prompt travels.
 
         Args:
-            prompt: The ids of the whole prompt, as int32.
+            prompt: The ids of the whole prompt, as int32; given back once they are sent.
             params: Checked.
             request_id: The conversation.
         """
@@ -152,12 +154,10 @@ class Link:
         self._talking.add(request_id)
         self._waiting[number] = call
         try:
-            kept = self._send_prompt(prompt, params, request_id, number)
+            with prompt:
+                kept = self._send_prompt(prompt, params, request_id, number)
+            call.send_again = lambda: self._send_whole(kept, params, request_id, number)
             answer = await call.answer
-            if isinstance(answer, wire.Forgotten):
-                call.answer = self._loop.create_future()
-                self._send_whole(kept, params, request_id, number)
-                answer = await call.answer
         finally:
             self._talking.discard(request_id)
             self._leave(number)
@@ -264,7 +264,7 @@ class Link:
                 self._on_policy_version(version)
                 self._resolve(number, wire.error_of(reply))
             case wire.Forgotten(number):
-                self._resolve(number, reply)
+                self._send_again(number)
             case wire.Pong(version):
                 self._on_policy_version(version)
             case wire.Welcome():
@@ -287,6 +287,16 @@ class Link:
             call.answer.set_exception(outcome)
         else:
             call.answer.set_result(outcome)
+
+    def _send_again(self, number: int) -> None:
+        """Sends a prompt whole, unless nobody waits for its generation any more."""
+        call = self._waiting.get(number)
+        if call is not None and call.send_again is not None and not call.answer.done():
+            try:
+                call.send_again()
+            except EngineInputError as error:
+                self._send(wire.Cancel(number))
+                self._resolve(number, error)
 
     # Life
 

@@ -109,7 +109,7 @@ def listen(address: str, key: bytes | None, *, max_frame_bytes: int) -> tuple[zm
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.SNDHWM, _MAX_UNSENT)
         socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
-        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.IPV6, int("[" in address))
         if key is not None:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             _, socket.curve_secretkey = _key_pair(key)
@@ -135,7 +135,7 @@ def dial(address: str, key: bytes | None, *, max_frame_bytes: int) -> zmq.Socket
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
-        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.IPV6, int("[" in address))
         if key is not None:
             socket.curve_serverkey, _ = _key_pair(key)
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()

@@ -163,6 +163,7 @@ class RemoteServer(ForwardingServer):
         prompt = id_bytes(prompt_ids)
         link = self._link
         if link is None or not link.is_up or self._status.closed:
+            prompt = memoryview(bytes(prompt))
             link = await self._reached()
         return await link.generate(prompt, params, request_id)
 

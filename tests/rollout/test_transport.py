@@ -1,0 +1,518 @@
+"""A replica's service and remote servers: what crosses, what is kept, and every way in which either end can go."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from contextlib import asynccontextmanager
+
+import pytest
+
+from ostinato_engines import (
+    AsyncServerBase,
+    Capabilities,
+    EngineClosedError,
+    EngineCrashedError,
+    EngineInputError,
+    EngineNotReadyError,
+    PauseMode,
+    PolicySpan,
+    SamplingParams,
+    SamplingParamsError,
+    StopReason,
+    TokenOutput,
+    UnsupportedError,
+)
+from ostinato_engines.testing import ScriptedServer
+from ostinato_rollout import ChatSession, LLMServerClient, ServerPool, SessionBudget, SessionConfig
+
+pytest.importorskip("zmq")
+
+from ostinato_rollout.transport import (
+    RemoteServer,
+    ReplicaLostError,
+    ReplicaService,
+    service,
+)
+
+PARAMS = SamplingParams(max_tokens=8)
+
+
+class OwnError(EngineInputError):
+    """Known to one end only."""
+
+
+class Watched(AsyncServerBase):
+    """Answers with the number of ids and what it was told to; remembers what it was asked, and waits at its gate."""
+
+    def __init__(self):
+        self.max_model_len = 1 << 20
+        self.prompts: list[tuple[str, list[int]]] = []
+        self.calls: list[object] = []
+        self.running: set[str] = set()
+        self.released: list[str] = []
+        self.num_starts = 0
+        self.answers: dict[str, object] = {}
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.closed = asyncio.Event()
+
+    async def start(self):
+        self.num_starts += 1
+
+    async def generate(self, prompt_ids, sampling_params, request_id, media=()):
+        if self.closed.is_set():
+            raise EngineClosedError("server must be running, is shut down; create a new one")
+        self.prompts.append((request_id, list(prompt_ids)))
+        self.running.add(request_id)
+        gates = [asyncio.ensure_future(gate.wait()) for gate in (self.gate, self.closed)]
+        try:
+            await asyncio.wait(gates, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.running.discard(request_id)
+            for gate in gates:
+                gate.cancel()
+        if self.closed.is_set():
+            raise EngineClosedError(f"request {request_id!r} must end before shutdown")
+        answer = self.answers.get(request_id, [len(prompt_ids), 7])
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    async def chat_completion(self, raw_request):
+        return {"echo": raw_request}
+
+    async def abort(self, request_ids=None):
+        self.calls.append(("abort", request_ids))
+        return 0
+
+    async def pause(self, mode=PauseMode.ABORT):
+        self.calls.append(("pause", mode))
+
+    async def wake_up(self, tags=None):
+        self.calls.append(("wake_up", tags))
+
+    async def release(self, request_id):
+        self.released.append(request_id)
+
+    async def shutdown(self):
+        self.closed.set()
+
+    def capabilities(self):
+        return Capabilities(engine="watched", abort=True, media=True)
+
+
+@asynccontextmanager
+async def served(server=None, *, remote_options=None, **options):
+    """A service and one started remote server."""
+    async with ReplicaService(server or Watched(), **options) as replica:
+        remote = RemoteServer(replica.address, **(remote_options or {}))
+        try:
+            await remote.start()
+            yield remote, replica
+        finally:
+            await remote.disconnect()
+
+
+async def until(condition):
+    """Waits, as long as the test may take, until something holds."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110  what is waited for has no event
+            await asyncio.sleep(0.005)
+
+
+# What crosses
+
+
+async def test_calls_and_results_cross_whole():
+    """Arguments, results and the description of the server arrive as they were; media are not claimed, for they do not."""
+    server = Watched()
+    spans = (PolicySpan(0, 3), PolicySpan(1, 4, False))
+    whole = TokenOutput([5, 6], [-0.5, -0.25], StopReason.STOP, 6, spans, 5, 2)
+    server.answers["whole"] = whole
+    async with served(server) as (remote, _):
+        assert (remote.max_model_len, remote.capabilities().engine, remote.capabilities().abort) == (
+            1 << 20,
+            "watched",
+            True,
+        )
+        assert not remote.capabilities().media
+        assert remote.versions == server.versions
+        assert await remote.generate([1, 2], {"max_tokens": 3}, "whole") == whole
+        assert (await remote.generate([1, 2], PARAMS, "bare")).token_ids == [2, 7]
+        await remote.pause(PauseMode.KEEP)
+        await remote.wake_up(["weights"])
+        await remote.wake_up()
+        assert await remote.abort(["a", "b"]) == 0
+        assert server.calls == [
+            ("pause", PauseMode.KEEP),
+            ("wake_up", ["weights"]),
+            ("wake_up", None),
+            ("abort", ["a", "b"]),
+        ]
+        await remote.resume()
+        server.policy_version = 12
+        assert (await remote.health()).policy_version == remote.policy_version == 12
+        await remote.release("whole")
+        assert server.released == ["whole"]
+        with pytest.raises(EngineInputError, match="media"):
+            await remote.generate([1], PARAMS, "m", [object()])
+
+
+async def test_a_chat_request_crosses_as_its_body():
+    """A mapping, or what has an awaitable json(), is answered; what are no plain values is refused at either end."""
+
+    class Request:
+        async def json(self):
+            return {"messages": [1]}
+
+    async with served() as (remote, _):
+        assert await remote.chat_completion({"messages": []}) == {"echo": {"messages": []}}
+        assert await remote.chat_completion(Request()) == {"echo": {"messages": [1]}}
+        with pytest.raises(EngineInputError, match="chat_completion must get plain values"):
+            await remote.chat_completion({"messages": object()})
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "text"),
+    [
+        (EngineNotReadyError("not now; wake me"), EngineNotReadyError, "^not now; wake me$"),
+        (SamplingParamsError("odd"), SamplingParamsError, "^odd$"),
+        (OwnError("mine"), EngineInputError, "^mine$"),
+        (UnsupportedError("never"), UnsupportedError, "^never$"),
+        (ValueError("plain"), ValueError, "^plain$"),
+        (TimeoutError("late"), TimeoutError, "^late$"),
+        (KeyError("what"), KeyError, "what"),
+        (UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"), EngineCrashedError, "UnicodeDecodeError: .*bad"),
+        (type("Strange", (Exception,), {})(), EngineCrashedError, "Strange: Strange"),
+        (asyncio.CancelledError(), EngineCrashedError, "nobody cancelled"),
+        (RuntimeError(), RuntimeError, "^RuntimeError$"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+async def test_errors_cross_as_what_they_are(raised, kind, text):
+    """An error of the engines or of Python is raised as the same class with the same words; others are named."""
+    server = Watched()
+    server.answers["bad"] = raised
+    async with served(server) as (remote, replica):
+        with pytest.raises(kind, match=text) as caught:
+            await remote.generate([1], PARAMS, "bad")
+        assert type(caught.value) is kind
+        assert (await remote.generate([1], PARAMS, "good")).token_ids == [1, 7]
+        assert replica.num_calls == remote.num_waiting == 0
+
+
+@pytest.mark.parametrize("answer", [["text"], "text", None, TokenOutput([object()], None, StopReason.STOP)], ids=repr)
+async def test_an_answer_that_is_none_is_an_error_of_that_call(answer):
+    """What a server returns against its contract fails the call, not the service."""
+    server = Watched()
+    server.answers["bad"] = answer
+    async with served(server) as (remote, _):
+        with pytest.raises((EngineInputError, EngineCrashedError, TypeError)):
+            await remote.generate([1], PARAMS, "bad")
+        assert (await remote.generate([1], PARAMS, "good")).token_ids == [1, 7]
+
+
+async def test_a_server_is_started_once_for_all():
+    """Whoever comes first starts the replica's server; a service is started once."""
+    server = Watched()
+    async with served(server) as (_, replica):
+        others = [RemoteServer(replica.address) for _ in range(3)]
+        await asyncio.gather(*(other.start() for other in others))
+        assert (server.num_starts, replica.num_callers) == (1, 4)
+        await asyncio.gather(*(other.disconnect() for other in others))
+        await until(lambda: replica.num_callers == 1)
+        with pytest.raises(ValueError, match="started once"):
+            await replica.start()
+
+
+# Prompts
+
+
+async def test_only_what_is_new_travels():
+    """A turn sends the ids behind the last prompt and its output; a rewritten history and another conversation go whole."""
+    server = Watched()
+    async with served(server) as (remote, replica):
+        prompt = array("i", range(100))
+        for turn in range(3):
+            out = await remote.generate(prompt, PARAMS, "talk")
+            assert server.prompts[-1] == ("talk", list(prompt))
+            prompt += array("i", [*out.token_ids, 1000 + turn])
+        assert (remote.stats.num_sent_tokens, remote.stats.num_whole) == (102, 1)
+        assert remote.stats.num_prompt_tokens == 100 + 103 + 106
+        # The output left out, then a changed beginning, then less than before, then another conversation.
+        for name, ids in (
+            ("talk", [*prompt, 5]),
+            ("talk", [*prompt, 5, 6]),
+            ("talk", [9, *prompt]),
+            ("talk", [9]),
+            ("new", [9]),
+        ):
+            await remote.generate(ids, PARAMS, name)
+            assert server.prompts[-1] == (name, ids)
+        assert remote.stats.num_whole == 4
+        assert remote.stats.num_resent == replica.stats.num_forgotten == 0
+
+
+async def test_a_caller_may_change_its_prompt_while_it_waits():
+    """The ids that count are those at the time of the call, and the caller's array is not held."""
+    server = Watched()
+    server.gate.clear()
+    async with served(server) as (remote, _):
+        prompt = array("i", [1, 2, 3])
+        task = asyncio.ensure_future(remote.generate(prompt, PARAMS, "talk"))
+        await until(lambda: server.running)
+        prompt[0] = 9
+        prompt.append(4)
+        server.gate.set()
+        assert (await task).token_ids == [3, 7]
+        await remote.generate([1, 2, 3, 3, 7, 8], PARAMS, "talk")
+        assert server.prompts == [("talk", [1, 2, 3]), ("talk", [1, 2, 3, 3, 7, 8])]
+        assert remote.stats.num_sent_tokens == 4
+
+
+async def test_what_the_replica_forgot_is_sent_again():
+    """A replica without room for prompts asks for each of them whole; the server sees no difference, and it is counted."""
+    server = Watched()
+    async with served(server, max_kept_bytes=64) as (remote, replica):
+        prompt = list(range(20))
+        for _ in range(3):
+            prompt += (await remote.generate(prompt, PARAMS, "talk")).token_ids
+            assert server.prompts[-1][1] == prompt[:-2]
+        assert (remote.stats.num_resent, replica.stats.num_forgotten, replica.num_kept_bytes) == (2, 2, 0)
+        assert remote.stats.num_sent_tokens == 20 + 22 + 24
+
+
+async def test_a_prompt_of_another_hash_is_sent_again():
+    """A replica whose ids are not those that the caller sent is found out by the hash, and the server gets the right ones."""
+    server = Watched()
+    async with served(server) as (remote, replica):
+        await remote.generate([1, 2, 3], PARAMS, "talk")
+        kept, _ = next(iter(replica._prompts._kept.values()))
+        kept.grow(b"\x05\0\0\0", with_output=False, turn=kept.turn)
+        del kept.ids[:4]
+        await remote.generate([1, 2, 3, 3, 7, 8], PARAMS, "talk")
+        assert server.prompts[-1][1] == [1, 2, 3, 3, 7, 8]
+        assert (remote.stats.num_resent, replica.stats.num_forgotten) == (1, 1)
+
+
+async def test_a_caller_keeps_no_more_than_it_may():
+    """What the caller has no room to keep is sent whole the next time."""
+    async with served(remote_options={"max_kept_bytes": 64}) as (remote, replica):
+        for _ in range(3):
+            await remote.generate(list(range(20)), PARAMS, "talk")
+        assert (remote.stats.num_whole, remote.num_kept, replica.stats.num_forgotten) == (3, 0, 0)
+
+
+async def test_a_conversation_ends_with_its_release():
+    """Both ends free what they keep, and the server is told."""
+    server = Watched()
+    async with served(server) as (remote, replica):
+        for name in "abc":
+            await remote.generate([1, 2, 3], PARAMS, name)
+        assert (remote.num_kept, replica.num_conversations) == (3, 3)
+        for name in "abc":
+            await remote.release(name)
+        await remote.release("unknown")
+        assert (remote.num_kept, replica.num_conversations, replica.num_kept_bytes) == (0, 0, 0)
+        assert server.released == ["a", "b", "c", "unknown"]
+
+
+async def test_conversations_that_nobody_ends_are_bounded(monkeypatch):
+    """One conversation too many ends the oldest, at the server as well."""
+    monkeypatch.setattr(service, "_MAX_CONVERSATIONS", 2)
+    server = Watched()
+    async with served(server) as (remote, replica):
+        for name in "abcd":
+            await remote.generate([1, 2, 3], PARAMS, name)
+        await until(lambda: server.released == ["a", "b"])
+        assert replica.num_conversations == 2
+
+
+async def test_a_conversation_has_one_turn_at_a_time():
+    """A second turn beside a first one is refused, as by an engine; the first goes on."""
+    server = Watched()
+    server.gate.clear()
+    async with served(server) as (remote, _):
+        first = asyncio.ensure_future(remote.generate([1], PARAMS, "talk"))
+        await until(lambda: server.running)
+        with pytest.raises(EngineInputError, match="'talk'"):
+            await remote.generate([1, 2], PARAMS, "talk")
+        server.gate.set()
+        assert (await first).token_ids == [1, 7]
+
+
+async def test_a_session_over_a_pool_sends_its_history_once(tokenizer, sampled):
+    """ChatSession, client and pool see no difference, and its later turns send only what is new."""
+    from ostinato_tokenization import ContinuousTokens
+
+    scripted = ScriptedServer(["Hello!", "Twelve.", "Yes."], encode=sampled, end_token_id=tokenizer.stop_token_ids[0])
+    async with ReplicaService(scripted) as replica:
+        remote = RemoteServer(replica.address)
+        pool = ServerPool([remote])
+        await pool.start()
+        session = ChatSession(
+            client=pool.client(),
+            tokens=ContinuousTokens(tokenizer),
+            config=SessionConfig(),
+            budget=SessionBudget(max_prompt_tokens=256, max_response_tokens=256),
+        )
+        async with session:
+            for text in ("Hi.", "How many months has a year?", "Sure?"):
+                await session.extend([{"role": "user", "content": text}])
+                await session.generate(SamplingParams(max_tokens=32))
+        (ledger,) = session.segments
+        assert scripted.requests[-1].prompt_ids == ledger.snapshot().tolist()[: len(scripted.requests[-1].prompt_ids)]
+        assert (remote.stats.num_whole, remote.stats.num_resent) == (1, 0)
+        sampled_tokens = sum(ledger.response_mask)
+        assert remote.stats.num_sent_tokens <= len(ledger.snapshot()) - sampled_tokens
+        assert (replica.num_conversations, remote.num_kept) == (0, 0)
+        await pool.shutdown()
+        await asyncio.wait_for(replica.wait_closed(), 20)
+
+
+# Cancelling, aborting, ending
+
+
+async def test_a_cancelled_caller_cancels_the_request():
+    """The server's request ends, its conversation can go on at once, and nothing is left of it at either end."""
+    server = Watched()
+    server.gate.clear()
+    async with served(server) as (remote, replica):
+        task = asyncio.ensure_future(remote.generate([1, 2], PARAMS, "talk"))
+        await until(lambda: server.running)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        again = asyncio.ensure_future(remote.generate([1, 2, 3], PARAMS, "talk"))
+        server.gate.set()
+        assert (await again).token_ids == [3, 7]
+        assert (remote.num_waiting, replica.num_calls, server.running) == (0, 0, set())
+        assert remote.stats.num_resent == 0
+
+
+async def test_an_abort_reaches_a_prompt_that_is_on_its_way():
+    """A generation whose prompt has to be sent again ends with an abort that was asked for meanwhile."""
+    server = Watched()
+    async with served(server, max_kept_bytes=4) as (remote, replica):
+        await remote.generate([1, 2, 3], PARAMS, "talk")
+        turn = asyncio.ensure_future(remote.generate([1, 2, 3, 4], PARAMS, "talk"))
+        aborted = asyncio.ensure_future(remote.abort(["talk"]))
+        out = await turn
+        assert (out.stop_reason, out.token_ids, await aborted) == (StopReason.ABORTED, [], 1)
+        assert len(server.prompts) == 1
+        await until(lambda: replica.num_calls == 0)
+
+
+async def test_a_shutdown_ends_the_replica_for_all():
+    """Requests in flight fail with EngineClosedError at every caller, the service ends, and later calls are refused."""
+    server = Watched()
+    server.gate.clear()
+    async with ReplicaService(server) as replica:
+        one, other = RemoteServer(replica.address), RemoteServer(replica.address, silence_s=0.5)
+        await asyncio.gather(one.start(), other.start())
+        tasks = [asyncio.ensure_future(remote.generate([1], PARAMS, f"r{id(remote)}")) for remote in (one, other)]
+        await until(lambda: len(server.running) == 2)
+        await one.shutdown()
+        for task in tasks:
+            with pytest.raises(EngineClosedError):
+                await task
+        await asyncio.wait_for(replica.wait_closed(), 20)
+        with pytest.raises(EngineClosedError):
+            await one.generate([1], PARAMS, "late")
+        await one.shutdown()
+        with pytest.raises(ReplicaLostError):
+            await other.generate([1], PARAMS, "late")
+        await other.disconnect()
+
+
+async def test_who_lets_go_leaves_nothing_behind():
+    """Disconnecting ends the caller's requests and conversations; others go on, also with the same conversation."""
+    server = Watched()
+    async with served(server) as (remote, replica):
+        leaving = RemoteServer(replica.address)
+        await leaving.start()
+        for name in ("own", "shared"):
+            await leaving.generate([1], PARAMS, name)
+        await remote.generate([1, 2], PARAMS, "shared")
+        server.gate.clear()
+        task = asyncio.ensure_future(leaving.generate([1], PARAMS, "running"))
+        await until(lambda: server.running)
+        await leaving.disconnect()
+        with pytest.raises(EngineClosedError, match="let go"):
+            await task
+        await until(lambda: replica.num_callers == 1 and not server.running)
+        await until(lambda: server.released == ["own", "running"])
+        assert replica.num_conversations == 1
+        server.gate.set()
+        assert (await remote.generate([1, 2, 2, 7, 5], PARAMS, "shared")).token_ids == [5, 7]
+        assert remote.stats.num_resent == 0
+
+
+async def test_a_closed_service_ends_what_is_under_way():
+    """Callers learn at once what they waited for, and the server's requests are cancelled, the server itself is not ended."""
+    server = Watched()
+    server.gate.clear()
+    async with served(server, remote_options={"silence_s": 0.5}) as (remote, replica):
+        task = asyncio.ensure_future(remote.generate([1, 2], PARAMS, "talk"))
+        await until(lambda: server.running)
+        await replica.close()
+        with pytest.raises(
+            ReplicaLostError, match=r"waited for generate of request 'talk' \(2 prompt tokens\) since .* last heard"
+        ):
+            await task
+        assert not server.running
+        assert server.released == ["talk"]
+        assert not server.closed.is_set()
+        await remote.release("talk")
+        health = await remote.health()
+        assert not health.ready
+        assert "must answer within 0.5 s" in health.detail
+
+
+async def test_a_replica_that_was_restarted_is_found_again():
+    """What was under way fails, the next call connects anew and sends its prompt whole, and the new version is known."""
+    server = Watched()
+    server.gate.clear()
+    async with served(server) as (remote, replica):
+        address = replica.address
+        task = asyncio.ensure_future(remote.generate([1, 2], PARAMS, "talk"))
+        await until(lambda: server.running)
+        await replica.close()
+        with pytest.raises(ReplicaLostError):
+            await task
+        later = Watched()
+        later.policy_version = 5
+        async with ReplicaService(later, address) as restarted:
+            outs = await asyncio.gather(*(remote.generate([1, 2, 3], PARAMS, f"r{index}") for index in range(5)))
+            assert [out.token_ids for out in outs] == [[3, 7]] * 5
+            assert (restarted.num_callers, later.num_starts, remote.policy_version) == (1, 1, 5)
+            assert (remote.stats.num_lost, remote.stats.num_whole) == (1, 6)
+            client = LLMServerClient([remote])
+            assert (await client.generate("r0", [1, 2, 3, 3, 7], PARAMS)).token_ids == [5, 7]
+            await client.release("r0")
+
+
+async def test_a_remote_server_that_is_not_started_asks_nothing():
+    """Before start and after its end, calls are refused in words that name the cure; a start that fails can be tried again."""
+    remote = RemoteServer("tcp://127.0.0.1:1", start_timeout_s=0.2)
+    with pytest.raises(EngineNotReadyError, match=r"call start\(\) first"):
+        await remote.generate([1], PARAMS, "early")
+    await remote.release("early")
+    for _ in range(2):
+        with pytest.raises(ReplicaLostError, match=r"must answer within 0\.2 s, got nothing"):
+            await remote.start()
+    await remote.shutdown()
+    with pytest.raises(EngineClosedError):
+        await remote.start()
+
+
+async def test_a_cancelled_start_leaves_no_connection():
+    """Whoever gives up waiting for a replica can let go of it at once."""
+    remote = RemoteServer("tcp://127.0.0.1:1")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await remote.start()
+    await remote.disconnect()
+    assert remote._connecting is None
+    assert remote._link is None
