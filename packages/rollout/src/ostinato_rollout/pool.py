@@ -128,6 +128,8 @@ class ServerPool:
                     f"the first, replica {replica}: {told}"
                 )
             raise ReplicaError(message, replica=replica) from error
+        for client in self._clients:
+            client.refresh_capacities()
 
     async def shutdown(self) -> None:
         """Shut every replica down, those out of service too; failures are logged."""
