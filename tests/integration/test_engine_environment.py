@@ -5,6 +5,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -209,6 +210,19 @@ def hanging(arguments: Callable[..., list[str]], tmp_path: Path) -> Iterator[tup
         assert (tmp_path / "pid").exists(), running.communicate(timeout=10)
         yield running, int((tmp_path / "pid").read_text())
         running.kill()
+
+
+def test_an_engine_that_is_killed_ends_the_run(hanging: tuple[subprocess.Popen[str], int]) -> None:
+    """Where the engine dies in mid-run, the command ends with one message that says so and where its log is."""
+    running, engine = hanging
+    os.kill(engine, signal.SIGKILL)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 1, err
+    assert "Traceback" not in err
+    before, message = re.split(r"^error: ", err, flags=re.MULTILINE)
+    assert "replica 0 is out of service" in before
+    for fragment in ("the process is gone", "the whole log is in"):
+        assert fragment in message
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
