@@ -73,7 +73,8 @@ class CustomServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """Python file or dotted module that defines the class."""
     name: str | None = None
     """Name of the class, a subclass of `ostinato_engines.AsyncServerBase`. It is made with the model's path and those of
-    device, dtype, max_model_len, max_num_seqs, full_determinism, cast_weights and seed that its `__init__` names."""
+    device, dtype, max_model_len, max_num_seqs, full_determinism, cast_weights and seed that its `__init__` names, and with what
+    is set of the keys for engines, which it must name: tensor_parallel_size, gpu_memory_utilization and so on."""
 
     def __post_init__(self) -> None:
         if (self.path is None) != (self.name is None):
