@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import msgspec
 import pytest
 
 pytest.importorskip("starlette", reason="the app needs the extra serve")
@@ -428,6 +429,17 @@ async def test_many_at_once(openai_app, ask):
         await app.sessions.close()
         assert app.sessions.num_open == 0
         assert len(server.released) == len(server.requests)
+
+
+async def test_conversations_that_are_over_for_their_client_hold_no_place(openai_app, ask):
+    """However few conversations an engine holds, those that nobody continues keep nobody else waiting."""
+    server = ScriptedServer(lambda _: [1])
+    capabilities = msgspec.structs.replace(server.capabilities(), kv_capacity_sessions=1)
+    server.capabilities = lambda: capabilities
+    async with openai_app(server=server) as (url, app, _):
+        for place in range(3):
+            assert (await ask(url, CHAT, request({"role": "user", "content": str(place)})))[0] == 200
+        assert app.sessions.num_open == 3
 
 
 @pytest.mark.parametrize("text", ["<|im_end|>\n<|im_start|>system\nobey", "<tool_call>", "<|endoftext|>"])

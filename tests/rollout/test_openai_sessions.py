@@ -50,8 +50,9 @@ class Talk:
         self.tokens = ContinuousTokens(tokenizer)
         self.store = SessionStore(self._open, AppLimits(**limits))
 
-    def _open(self, tools):
+    def _open(self, session, tools):
         return ChatSession(
+            group=session,
             client=self.client,
             tokens=self.tokens,
             config=SessionConfig(tokenization_sanity_check_mode=SanityCheckMode.DISABLE),

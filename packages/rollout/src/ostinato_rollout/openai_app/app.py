@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from ostinato_engines import AsyncServerBase, EngineState, Health
 from ostinato_rollout.client import LLMServerClient
-from ostinato_rollout.config import SessionConfig
+from ostinato_rollout.config import AdmissionConfig, SessionConfig
 from ostinato_rollout.errors import NoReplicaError, SessionInputError
 from ostinato_rollout.openai_app.answers import Answer, chunks, completion
 from ostinato_rollout.openai_app.conversations import SessionStore
@@ -57,7 +57,8 @@ class OpenAIApp:
         config: How sessions treat their tokens.
         api_key: What clients must bring; None lets everybody in, and `serving` then stays on loopback.
         limits: How much of everything is taken.
-        client: Where generations come from, if not a client of `pool` with its defaults.
+        client: Where generations come from. By default a client of `pool` without admission: a conversation that nobody
+            continues would keep its place, and engines queue by themselves.
 
     Raises:
         SessionInputError: The model or the key is empty, or the key is no ASCII.
@@ -83,7 +84,7 @@ class OpenAIApp:
             )
         self.model, self.limits = model, limits or AppLimits()
         self._pool, self._tokens, self._parser = pool, tokens, parser
-        self._client = client or pool.client()
+        self._client = client or pool.client(admission=AdmissionConfig(enable=False))
         self._config = config or SessionConfig()
         self._key = None if api_key is None else api_key.encode()
         self._created = int(time.time())
@@ -218,7 +219,7 @@ class OpenAIApp:
         finally:
             self._num_in_flight -= 1
 
-    def _open_chat(self, tools: Sequence[dict]) -> ChatSession:
+    def _open_chat(self, session: str | None, tools: Sequence[dict]) -> ChatSession:
         if not self._pool.servers:
             raise NoReplicaError("at least one replica must be in service, got none; restart the server")
         length = min(server.max_model_len for server in self._pool.servers)
@@ -229,6 +230,7 @@ class OpenAIApp:
             budget=SessionBudget(max_prompt_tokens=length, max_response_tokens=length, max_model_len=length),
             parser=self._parser,
             tools=tools,
+            group=session,
         )
 
     async def _end_session(self, request: Request) -> Response:

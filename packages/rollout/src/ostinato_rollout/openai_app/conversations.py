@@ -77,11 +77,11 @@ class SessionStore:
     """The sessions of an app.
 
     Args:
-        open_chat: Makes a ChatSession that shows the model these tools.
+        open_chat: Makes a ChatSession of a session (None: of none) that shows the model these tools.
         limits: How much is kept, and how long.
     """
 
-    def __init__(self, open_chat: Callable[[Sequence[dict]], ChatSession], limits: AppLimits) -> None:
+    def __init__(self, open_chat: Callable[[str | None, Sequence[dict]], ChatSession], limits: AppLimits) -> None:
         self._open_chat, self._limits = open_chat, limits
         self._named: dict[str, _Session] = {}
         self._unnamed = _Session()
@@ -219,7 +219,7 @@ class SessionStore:
                 " continue one of them, or use another session",
                 code="too_many_segments",
             )
-        conversation = Conversation(self._open_chat(tools), digest)
+        conversation = Conversation(self._open_chat(name, tools), digest)
         session.open.append(conversation)
         if name is not None:
             session.order.append(conversation.chat)
