@@ -5,7 +5,7 @@ woken that is awake) is not asked of it.
 """
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -95,6 +95,15 @@ class RunningEngine:
                 f"request {body['rid']!r} must be one that sglang serves, got {reply.text}; mend the request"
             )
         return _decoded(reply, Generated)
+
+    def check_chat(self, request: Mapping[str, Any]) -> None:
+        """Raises `EngineInputError` for what SGLang would leave alone, or would answer in parts."""
+        if unknown := [key for key in request if self.chat_fields and key not in self.chat_fields]:
+            raise EngineInputError(
+                f"chat request must hold fields that sglang knows, got {unknown[0]!r}; remove it, or mend its name"
+            )
+        if request.get("stream"):
+            raise EngineInputError("stream must be false, got true; ask for whole answers")
 
     async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
         """SGLang's answer to an OpenAI-style request."""

@@ -39,7 +39,7 @@ async def staged_weights(manifest: WeightManifest, weights: "Iterable[tuple[str,
                 raise _Stopped
             yield item
 
-    folder = Path(tempfile.mkdtemp(prefix="ostinato-weights-", dir=_place_for(manifest)))
+    folder = _new_folder(manifest)
     try:
         writing = asyncio.ensure_future(asyncio.to_thread(write_weights, folder / FILE, manifest, stream()))
         try:
@@ -52,6 +52,14 @@ async def staged_weights(manifest: WeightManifest, weights: "Iterable[tuple[str,
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _new_folder(manifest: WeightManifest) -> Path:
+    place = _place_for(manifest)
+    try:
+        return Path(tempfile.mkdtemp(prefix="ostinato-weights-", dir=place))
+    except OSError as error:
+        raise WeightUpdateError(f"{place} must take a folder of weights, got {error}; make it writable") from error
 
 
 def _place_for(manifest: WeightManifest) -> Path:
