@@ -9,14 +9,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato_engines import PolicySpan, SamplingParams, SamplingParamsError, StopReason, TokenOutput
+from ostinato_engines import (
+    EngineClosedError,
+    EngineState,
+    Health,
+    PolicySpan,
+    SamplingParams,
+    SamplingParamsError,
+    StopReason,
+    TokenOutput,
+)
 from ostinato_rollout import (
     LLMServerClient,
     NoReplicaError,
     ReplicaError,
     RequestTimeoutError,
+    RoundRobin,
+    ServerPool,
     SessionInputError,
     SessionStateError,
+    StickyLeastInFlight,
 )
 
 PARAMS = SamplingParams(max_tokens=10)
@@ -274,3 +286,176 @@ def test_wrong_arguments_are_refused(stub_server):
         LLMServerClient([stub_server()], timeout_s=0)
     with pytest.raises(SamplingParamsError, match="temprature"):
         asyncio.run(LLMServerClient([stub_server()]).generate("a", [1], {"temprature": 1}))
+
+
+async def test_one_turn_at_a_time(stub_server):
+    """A second turn of a conversation, while one is under way, is refused; the first goes on."""
+    server = stub_server()
+    server.gate = asyncio.Event()
+    client = LLMServerClient([server])
+    task = asyncio.create_task(client.generate("a", [1], PARAMS))
+    await asyncio.sleep(0)
+    with pytest.raises(SessionStateError, match="one turn under way at a time, got a second for 'a'"):
+        await client.generate("a", [1], PARAMS)
+    server.gate.set()
+    assert (await task).token_ids == [99]
+
+
+async def test_a_release_ends_the_turn_under_way(stub_server):
+    """The turn fails with an error that says so, its counter is back before the replica is told, and the id is free again."""
+    server = stub_server()
+    server.gate = asyncio.Event()
+    client = LLMServerClient([server])
+    task = asyncio.create_task(client.generate("a", [1], PARAMS))
+    await asyncio.sleep(0)
+    await client.release("a")
+    assert (server.running, client.num_in_flight, client.num_sticky, server.released) == (0, {0: 0}, 0, ["a"])
+    with pytest.raises(SessionStateError, match="'a' while it generates; await its turn first"):
+        await task
+    server.gate.set()
+    assert (await client.generate("a", [1], PARAMS)).token_ids == [99]
+
+
+async def test_a_release_has_a_deadline(stub_server, monkeypatch, caplog):
+    """A replica that never answers a release keeps nobody; what is not answered is in the log, and the place is free."""
+    monkeypatch.setattr("ostinato_rollout.client._RELEASE_TIMEOUT_S", 0.02)
+    server = stub_server()
+
+    async def hang(request_id):
+        await asyncio.Event().wait()
+
+    server.release = hang
+    client = LLMServerClient([server])
+    await client.generate("a", [1], PARAMS)
+    await client.release("a")
+    assert client.num_sticky == 0
+    assert "replica 0 must release request 'a' within 0.02 s" in caplog.text
+
+
+async def test_a_cancelled_release_frees_the_place(stub_server):
+    """Whoever is cancelled while it releases has released."""
+    server = stub_server()
+    entered = asyncio.Event()
+
+    async def hang(request_id):
+        entered.set()
+        await asyncio.Event().wait()
+
+    server.release = hang
+    client = LLMServerClient([server])
+    await client.generate("a", [1], PARAMS)
+    task = asyncio.create_task(client.release("a"))
+    await entered.wait()
+    with pytest.raises(SessionStateError, match="is being released"):
+        await client.generate("a", [1], PARAMS)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert client.num_sticky == 0
+
+
+async def test_a_replica_that_has_failed_for_good_is_taken_out_and_its_turns_begin_again(stub_server):
+    """A dead replica answers faster than any other and so would draw all new conversations: the first failure finds out that
+    it is dead, and that turn and all others are served elsewhere."""
+    dead, other = stub_server(), stub_server()
+    dead.answers = [EngineClosedError("it is gone")] * 50
+
+    async def health():
+        return Health(EngineState.FAILED, 0)
+
+    dead.health = health
+    pool = ServerPool([dead, other])
+    client = pool.client()
+    outputs = await asyncio.gather(*(client.generate(f"r{index}", [1], PARAMS) for index in range(20)))
+    assert [output.token_ids for output in outputs] == [[99]] * 20
+    assert client.num_in_flight == {1: 0}
+    assert pool.servers == (other,)
+    assert "it is gone" in pool.lost[0].message
+    other.answers, other.health = [EngineClosedError("so is this one")], health
+    with pytest.raises(NoReplicaError, match=r"the last one, replica 1 .*so is this one"):
+        await client.generate("r0", [1], PARAMS)
+
+
+async def test_a_replica_that_does_not_tell_its_health_counts_as_lost(stub_server, monkeypatch):
+    """After a failure, a health check that raises, or that does not answer in time, takes the replica out."""
+    monkeypatch.setattr("ostinato_rollout.client._HEALTH_TIMEOUT_S", 0.02)
+    servers = [stub_server() for _ in range(3)]
+
+    async def broken():
+        raise ConnectionError("no route")
+
+    async def hang():
+        await asyncio.Event().wait()
+
+    for server, health in zip(servers, (broken, hang), strict=False):
+        server.answers, server.health = [ConnectionError("lost")], health
+    client = LLMServerClient(servers, policy=RoundRobin())
+    assert (await client.generate("a", [1], PARAMS)).token_ids == [99]
+    assert list(client.num_in_flight) == [2]
+
+
+async def test_a_replica_that_cancels_itself_is_named(stub_server):
+    """A CancelledError that nobody asked for is that replica's failure, and cancels no trajectory."""
+    client = LLMServerClient([stub_server([asyncio.CancelledError()])])
+    with pytest.raises(ReplicaError, match="replica 0 must not cancel itself"):
+        await client.generate("a", [1], PARAMS)
+    assert client.num_in_flight == {0: 0}
+
+
+async def test_a_busy_replica_is_left_by_the_margin(stub_server):
+    """A conversation whose replica has so many more under way than the best moves there at its next turn, and stays."""
+    servers = [stub_server(), stub_server()]
+    client = LLMServerClient(servers, policy=StickyLeastInFlight(0, 3))
+    for request_id in "abcdef":
+        await client.generate(request_id, [1], PARAMS)
+    home, other = (0, 1) if len(servers[0].requests) >= 3 else (1, 0)
+    mine = [request_id for _, _, request_id in servers[home].requests]
+    servers[home].gate = asyncio.Event()
+    tasks = [asyncio.create_task(client.generate(f"busy{index}", [1], PARAMS)) for index in range(8)]
+    await asyncio.sleep(0)
+    while client.num_in_flight[home] < 3:
+        tasks.append(asyncio.create_task(client.generate(f"more{len(tasks)}", [1], PARAMS)))
+        await asyncio.sleep(0)
+    await client.generate(mine[0], [1, 2], PARAMS)
+    assert servers[other].requests[-1] == ([1, 2], PARAMS, mine[0])
+    servers[home].gate.set()
+    await asyncio.gather(*tasks)
+    await client.generate(mine[0], [1, 2, 3], PARAMS)
+    assert servers[other].requests[-1] == ([1, 2, 3], PARAMS, mine[0])
+
+
+async def test_an_abort_after_the_stop_token_is_an_end(stub_server, output):
+    """A turn whose last token ends it is over, whatever the engine calls it: nothing is sampled behind a stop token."""
+    server = stub_server([output([4, 7], StopReason.ABORTED)])
+    result = await LLMServerClient([server]).generate("a", [1], SamplingParams(max_tokens=9, stop_token_ids=(7,)))
+    assert (result.token_ids, result.stop_reason, result.stop_token_id) == ([4, 7], StopReason.STOP, 7)
+    assert len(server.requests) == 1
+
+
+async def test_a_server_that_answers_a_cancellation_with_an_abort_keeps_nobody(stub_server, output):
+    """A cancellation, or a deadline, that a server turns into an aborted output still ends the turn."""
+
+    class Swallowing(stub_server):
+        async def generate(self, prompt_ids, sampling_params, request_id, media=()):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                return output([5], StopReason.ABORTED)
+
+    client = LLMServerClient([Swallowing()], timeout_s=0.05)
+    task = asyncio.create_task(client.generate("a", [1], PARAMS))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(RequestTimeoutError, match="generate must finish within"):
+        await client.generate("b", [1], PARAMS)
+    assert client.num_in_flight == {0: 0}
+
+
+async def test_a_span_without_tokens_is_no_span(stub_server):
+    """A version that an engine switched to without sampling under it leaves no empty span behind an abort."""
+    first = TokenOutput([1, 2], [-1.0] * 2, StopReason.ABORTED, policy_versions=(PolicySpan(0, 1), PolicySpan(2, 2)))
+    last = TokenOutput([3], [-1.0], StopReason.STOP, policy_versions=(PolicySpan(0, 3),))
+    result = await LLMServerClient([stub_server([first, last])]).generate("a", [1], PARAMS)
+    assert result.policy_versions == (PolicySpan(0, 1), PolicySpan(2, 3))
