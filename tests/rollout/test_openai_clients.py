@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from importlib.metadata import metadata
+from pathlib import Path
 
 import pytest
 
@@ -138,6 +141,14 @@ async def test_langchain_with_tools(openai_app):
         whole = sum(chunks[1:], start=chunks[0])
         assert whole.tool_calls[0]["args"] == {"a": 12, "b": 30}
         assert whole.usage_metadata["output_tokens"] > 0
+
+
+def test_the_example_of_the_readme_runs():
+    """The README's program with the app runs as it is written, its assertion included."""
+    file = Path(__file__).parents[2] / "packages" / "rollout" / "README.md"
+    text = file.read_text() if file.exists() else str(metadata("ostinato-rollout").get_payload())
+    [example] = re.findall(r"```py\n(.*?)```", text, re.DOTALL)
+    exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
 
 
 def embedded_model(tokenizer):
