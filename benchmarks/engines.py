@@ -1,30 +1,41 @@
-"""The embedded engine against `model.generate`, and what a later turn costs.
+"""The embedded engine against `model.generate`, what a later turn costs, and the engines that live in other environments.
 
     uv run python -m benchmarks.engines [--shape small|qwen3-0.6b] [--dtype NAME] [--device NAME] [--new-tokens N] [--repeats N]
+        [--server-shape small|smollm2-135m|qwen3-1.7b] [--server-requests N] [--server-new-tokens N]
 
 Both sides run the same random Qwen3-shaped model on the same prompts, one after the other, repeatedly; each figure is the
 best of the repeats, since other processes only ever add time. `transformers_ratio_N` is our tokens per second over those
 of `generate` on an equal batch of N prompts of equal length, greedy. That the tokens are the same is checked; below
 float32 they may part where two logits are as close as rounding. `later_turn_prefill_ratio` is the time of a second turn (a
 long history that is cached, and some new tokens) over that of a fresh prompt of just those new tokens.
+
+`vllm_tok_s`, `vllm_logprob_cost`, `vllm_vs_offline` and `sglang_tok_s` are those of `benchmarks.vllm_server` and
+`benchmarks.sglang_server`, run where the engines are: in this environment, or under the interpreters that OSTINATO_VLLM_PYTHON
+and OSTINATO_SGLANG_PYTHON name. They are null where an engine is not there or does not run, and the reason is printed.
 """
 
 import argparse
 import asyncio
+import importlib.util
 import json
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ostinato_engines import SamplingParams
-from ostinato_engines.device import pick_device, synchronize
+from ostinato_engines.device import HOST, pick_device, synchronize
 from ostinato_engines.transformers_server import TransformersServer
 
 PROMPT_TOKENS = 96
 HISTORY_TOKENS = 512
 TURN_TOKENS = 128
 BATCHES = (1, 8, 32)
+SERVER_LIMIT_S = 900
 TIE = 0.25
 """Logits of a bfloat16 model closer than this may change places with the batch."""
 
@@ -165,6 +176,61 @@ async def later_turn_ratio(server: TransformersServer, vocab_size: int, repeats:
     return min(later) / min(alone)
 
 
+def measured_elsewhere(arguments: argparse.Namespace) -> dict[str, float | None]:
+    """The figures of vLLM and SGLang, None where they cannot be had."""
+    sizes = (
+        *("--shape", arguments.server_shape, "--dtype", arguments.dtype),
+        *("--requests", str(arguments.server_requests), "--new-tokens", str(arguments.server_new_tokens)),
+        *(("--eager",) if pick_device(arguments.device) == HOST else ()),
+    )
+    vllm = sglang = None
+    if (python := interpreter_with("vllm")) is not None:
+        # Two engines share the device.
+        parts = ("--part", "speed", "--offline", "--engine-args", json.dumps({"gpu_memory_utilization": 0.4}))
+        vllm = last_record([python, "-m", "benchmarks.vllm_server", *parts, *sizes], "tok_s_logprobs")
+    if (python := interpreter_with("sglang")) is not None:
+        parts = ("--parts", "speed", "--python", python)
+        sglang = last_record([sys.executable, "-m", "benchmarks.sglang_server", *parts, *sizes], "sglang_tok_s")
+    return {
+        "vllm_tok_s": None if vllm is None else vllm["tok_s_logprobs"],
+        "vllm_logprob_cost": None if vllm is None else vllm["vllm_logprob_cost"],
+        "vllm_vs_offline": None if vllm is None else vllm["vllm_vs_offline"],
+        "sglang_tok_s": None if sglang is None else sglang["sglang_tok_s"],
+    }
+
+
+def interpreter_with(engine: str) -> str | None:
+    """The interpreter whose environment has an engine: the one that is named for it, or this one."""
+    variable = f"OSTINATO_{engine.upper()}_PYTHON"
+    if named := os.environ.get(variable):
+        return named
+    if importlib.util.find_spec(engine) is not None:
+        return sys.executable
+    print(f"{engine} is not measured: it is not installed here, and {variable} names no interpreter", flush=True)
+    return None
+
+
+def last_record(command: Sequence[str], key: str) -> dict[str, float] | None:
+    """The last of the JSON lines with this key that a command prints; None, and why, where there is none."""
+    others = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    environment = {name: value for name, value in os.environ.items() if name not in others}
+    started = time.perf_counter()
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=SERVER_LIMIT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"{command[2]} is not measured: {error}", flush=True)
+        return None
+    records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{") and key in line]
+    if not records:
+        reason = (done.stderr.strip() or done.stdout.strip() or "no output")[-2000:]
+        print(f"{command[2]} is not measured: it ended with status {done.returncode}:\n{reason}", flush=True)
+        return None
+    print(f"{command[2]}: {json.dumps(records[-1])} ({time.perf_counter() - started:.0f} s)", flush=True)
+    return records[-1]
+
+
 async def run(arguments: argparse.Namespace) -> dict[str, float]:
     """All figures."""
     device, shape, dtype, repeats = pick_device(arguments.device), arguments.shape, arguments.dtype, arguments.repeats
@@ -193,7 +259,12 @@ def main() -> None:
     """Prints one JSON line last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    print(json.dumps(asyncio.run(run(parser.parse_args()))))
+    parser.add_argument("--server-shape", default="small", help="of the models that vLLM and SGLang serve")
+    parser.add_argument("--server-requests", type=int, default=64)
+    parser.add_argument("--server-new-tokens", type=int, default=64)
+    arguments = parser.parse_args()
+    elsewhere = measured_elsewhere(arguments)  # before this process takes memory of the device
+    print(json.dumps({**asyncio.run(run(arguments)), **elsewhere}))
 
 
 if __name__ == "__main__":
