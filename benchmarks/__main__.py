@@ -7,6 +7,7 @@ from pathlib import Path
 NOT_BENCHMARKS = {
     "__init__",
     "__main__",
+    "agent_loop_peer",
     "peers",
     "matrix_script",
     "matrix_templates",
@@ -14,11 +15,14 @@ NOT_BENCHMARKS = {
     "tool_turns",
 }
 
+RUN_BY_ENGINES = {"sglang_server", "vllm_server"}
+"""They need environments of their own; `engines` runs them where those are."""
+
 
 def main() -> int:
     """Run each module in a process of its own; the status is that of the worst."""
     known = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in NOT_BENCHMARKS)
-    names = sys.argv[1:] or known
+    names = sys.argv[1:] or [name for name in known if name not in RUN_BY_ENGINES]
     unknown = [name for name in names if name not in known]
     if unknown:
         print(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
