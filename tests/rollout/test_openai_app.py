@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from ostinato_engines import EngineInputError, EngineNotReadyError, NonFiniteLog
 from ostinato_engines.testing import ScriptedServer
 from ostinato_rollout import LLMServerClient, SessionInputError
 from ostinato_rollout.openai_app import AppLimits, OpenAIApp, ServeError, serving
+from ostinato_rollout.openai_app.serving import _WatchedProtocol
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "Hi."}
@@ -400,6 +402,65 @@ async def test_a_body_that_does_not_arrive_is_given_up(openai_app):
         writer.close()
         must_be_idle(app)
     assert b" 408 " in answer.split(b"\r\n")[0]
+
+
+async def connect(url):
+    host, port = url.removeprefix("http://").split(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/comple", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea"])
+async def test_a_connection_on_which_nothing_moves_is_closed(openai_app, sent):
+    """Clients that connect and say nothing, or that stop within a request's head, do not keep their connection."""
+    async with openai_app(limits=AppLimits(idle_connection_s=0.1)) as (url, _, _):
+        reader, writer = await connect(url)
+        writer.write(sent)
+        async with asyncio.timeout(20):
+            answer = await reader.read(-1)
+        writer.close()
+    assert (b" 200 OK" in answer) == (b"health" in sent)
+
+
+async def test_a_connection_that_waits_for_its_answer_is_not_idle(openai_app, ask):
+    """A generation may take longer than an idle connection is kept."""
+    gate = asyncio.Event()
+    limits = AppLimits(idle_connection_s=0.02)
+    async with openai_app([HELLO], pool_options={"gate": gate}, limits=limits) as (url, _, server):
+        asking = asyncio.create_task(ask(url, CHAT, request()))
+        await until(lambda: len(server.requests) == 1)
+        await asyncio.sleep(0.2)
+        gate.set()
+        assert (await asking)[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_does_not_read_is_let_go(openai_app, monkeypatch, stream):
+    """A response that is not taken is given up, with its connection, and nothing stays under way."""
+    lost = asyncio.Event()
+    original = _WatchedProtocol.connection_lost
+
+    def connection_lost(self, error):
+        original(self, error)
+        lost.set()
+
+    monkeypatch.setattr(_WatchedProtocol, "connection_lost", connection_lost)
+    limits = AppLimits(idle_connection_s=0.1, send_timeout_s=0.1)
+    more_than_sockets_hold = 100_000
+    async with openai_app([[1] * more_than_sockets_hold], limits=limits) as (url, app, _):
+        _, writer = await connect(url)
+        writer.transport.pause_reading()
+        body = json.dumps(request(stream=stream, return_token_ids=True, logprobs=True)).encode()
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        sock = writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        writer.write(head.encode() + body)
+        await until(lambda: app.sessions.num_begun == 1 and app.num_in_flight == 0)
+        async with asyncio.timeout(30):
+            await lost.wait()
+        must_be_idle(app)
+        writer.transport.abort()
 
 
 async def test_a_body_longer_than_it_says_or_without_a_length_is_bounded(openai_app):

@@ -14,7 +14,14 @@ pytest.importorskip("uvicorn", reason="the app needs the extra serve")
 
 from ostinato_engines import EngineNotReadyError, SamplingParams
 from ostinato_engines.testing import ScriptedServer
-from ostinato_rollout import ChatSession, LLMServerClient, ReplicaError, SessionBudget, SessionConfig
+from ostinato_rollout import (
+    BudgetExceededError,
+    ChatSession,
+    LLMServerClient,
+    ReplicaError,
+    SessionBudget,
+    SessionConfig,
+)
 from ostinato_rollout.openai_app import ApiError, AppLimits, SessionStore, UnknownSessionError
 from ostinato_rollout.openai_app.request import ChatRequest
 from ostinato_rollout.openai_app.turns import answer_request
@@ -200,6 +207,19 @@ async def test_a_conversation_in_which_nothing_was_sampled_is_dropped():
     assert len(talk.server.released) == 2
     await talk.ask([USER], session="s")
     assert len(await talk.store.take("s")) == 1
+
+
+async def test_messages_that_do_not_fit_leave_the_conversation_as_it_was():
+    """A continuation that is too long is refused, and a shorter one goes on from the same tokens."""
+    talk = Talk([spelled("ab"), spelled("c")])
+    said = await talk.ask([USER], session="s")
+    with pytest.raises(BudgetExceededError):
+        await talk.ask([USER, said, {"role": "user", "content": "x" * 5000}], session="s")
+    await talk.ask([USER, said, USER], session="s")
+    assert (talk.store.num_begun, talk.store.num_continued) == (1, 2)
+    first, second = (each.prompt_ids for each in talk.server.requests)
+    assert second[: len(first) + 3] == first + spelled("ab")
+    talk.must_be_free()
 
 
 async def test_one_turn_at_a_time():

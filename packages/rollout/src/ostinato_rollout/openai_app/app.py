@@ -90,6 +90,7 @@ class OpenAIApp:
         self._created = int(time.time())
         self._sweeping: asyncio.Task[None] | None = None
         self._num_in_flight = 0
+        self._is_closed = False
         self.sessions = SessionStore(self._open_chat, self.limits)
         """Conversations; `take` gives those of a session to whoever trains on them."""
         self._asgi = self._routes()
@@ -110,11 +111,13 @@ class OpenAIApp:
 
     async def start(self) -> None:
         """Begin to expire idle sessions. Servers that speak ASGI's lifespan do this by themselves."""
+        self._is_closed = False
         if self._sweeping is None:
             self._sweeping = asyncio.create_task(self._sweep())
 
     async def close(self) -> None:
-        """End all sessions and what is under way in them. The pool is not shut down."""
+        """End all sessions and what is under way in them; later requests are sent away. The pool is not shut down."""
+        self._is_closed = True
         sweeping, self._sweeping = self._sweeping, None
         if sweeping is not None:
             sweeping.cancel()
@@ -204,6 +207,8 @@ class OpenAIApp:
             )
 
     async def _answer(self, chat: ChatRequest, session: str | None) -> Answer:
+        if self._is_closed:
+            raise ApiError("the server must be up, is shutting down; try again later", status=503, code="shutting_down")
         if self._num_in_flight >= self.limits.max_in_flight:
             raise ApiError(
                 f"requests must be at most {self.limits.max_in_flight} at a time, got one more; wait and try again",

@@ -38,6 +38,9 @@ class AppLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Longest time that a client may take to send a body."""
     send_timeout_s: float = 60.0
     """Longest time that a client may leave a part of a stream unread."""
+    idle_connection_s: float = 60.0
+    """A connection on which nothing moves for this time is closed: a request that is not completed, a response that is not
+    read. One whose request is being answered is not idle."""
     keepalive_s: float = 15.0
     """A stream that has nothing to tell yet is opened after this time, and a comment is sent as often."""
 

@@ -1,6 +1,7 @@
 """The app on a socket.
 
-Invariant: nobody but programs of this machine reaches an app that asks for no key.
+Invariants: nobody but programs of this machine reaches an app that asks for no key; a connection on which nothing moves
+is closed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ostinato_rollout.openai_app.app import OpenAIApp
 from ostinato_rollout.openai_app.errors import ServeError
@@ -36,16 +38,17 @@ async def serving(app: OpenAIApp, *, host: str = "127.0.0.1", port: int = 0) -> 
         ServeError: The address cannot be bound, or can be reached from outside while the app asks for no key.
     """
     with _bound(app, host, port) as listener:
-        config = uvicorn.Config(
-            app, lifespan="off", log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=_GRACE_S
-        )
-        server = _Server(config)
+        server = _Server(app)
         await app.start()
         task = asyncio.create_task(server.serve(sockets=[listener]))
+        ready = asyncio.create_task(server.ready.wait())
         try:
-            await asyncio.wait({task, asyncio.ensure_future(server.ready.wait())}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
             yield _url(listener)
         finally:
+            ready.cancel()
             await app.close()
             server.should_exit = True
             await task
@@ -54,8 +57,10 @@ async def serving(app: OpenAIApp, *, host: str = "127.0.0.1", port: int = 0) -> 
 class _Server(uvicorn.Server):
     """Uvicorn's server, ended by its context and not by signals, which belong to the program."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
+    def __init__(self, app: OpenAIApp) -> None:
+        protocol = type("_AppProtocol", (_WatchedProtocol,), {"patience_s": app.limits.idle_connection_s})
+        options = {"lifespan": "off", "log_config": None, "access_log": False, "ws": "none", "http": protocol}
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=_GRACE_S, **options))
         self.ready = asyncio.Event()
 
     @contextmanager
@@ -65,6 +70,35 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.ready.set()
+
+
+class _WatchedProtocol(H11Protocol):
+    """A connection that is closed when its client neither completes a request nor takes what it was sent."""
+
+    patience_s: float
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self._num_unsent = 0
+        self._watch = self.loop.call_later(self.patience_s, self._look)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._watch.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        self._watch.cancel()
+        self._watch = self.loop.call_later(self.patience_s, self._look)
+        super().on_response_complete()
+
+    def _look(self) -> None:
+        before, self._num_unsent = self._num_unsent, self.transport.get_write_buffer_size()
+        is_asked = self.cycle is not None and not self.cycle.response_complete
+        if before and self._num_unsent >= before:
+            self.transport.abort()
+        elif not is_asked and not self._num_unsent:
+            self.transport.close()
+        self._watch = self.loop.call_later(self.patience_s, self._look)
 
 
 @contextmanager
