@@ -48,15 +48,12 @@ class Caller:
         """Of its calls, the cancelled ones included."""
         return {running.task for running in self._running.values()}
 
-    def begin(self, number: int, work: Coroutine[Any, Any, None], *, request_id: str | None = None) -> None:
-        """Runs a call.
+    def is_under_way(self, number: int) -> bool:
+        """Whether a call of this number runs."""
+        return number in self._running
 
-        Raises:
-            ValueError: One of this number is under way.
-        """
-        if number in self._running:
-            work.close()
-            raise ValueError(f"call {number} is under way")
+    def begin(self, number: int, work: Coroutine[Any, Any, None], *, request_id: str | None = None) -> None:
+        """Runs a call of a number that is not under way."""
         task = asyncio.ensure_future(work)
         self._running[number] = _Running(task, request_id)
         task.add_done_callback(lambda _: self._end(number))

@@ -250,7 +250,7 @@ class Link:
             reply = wire.decode_reply(frame)
         except (ValueError, msgspec.MsgspecError) as error:
             self._stats.num_malformed += 1
-            logger.warning("a message of the replica at %s could not be read: %s", self._options.address, error)
+            logger.warning("a message of the replica at %s could not be read: %r", self._options.address, str(error))
             return
         self._has_heard, self._heard_at = True, time.time()
         match reply:
@@ -332,6 +332,7 @@ class Link:
             return
         self.lost = error
         self._end(flush=False)
+        self._prompts.clear()
         for call in self._waiting.values():
             if not call.answer.done():
                 call.answer.set_exception(error if error_for is None else error_for(call))

@@ -135,3 +135,8 @@ class KeptPrompts(Generic[Key]):
         entry = self._kept.pop(key, None)
         if entry is not None:
             self.num_bytes -= entry[1]
+
+    def clear(self) -> None:
+        """Frees what is kept of all conversations."""
+        self._kept.clear()
+        self.num_bytes = 0

@@ -8,8 +8,8 @@ import asyncio
 import hmac
 import logging
 from array import array
-from collections.abc import Coroutine
-from typing import Any, Self
+from collections.abc import Awaitable, Callable
+from typing import Self
 
 import msgspec
 
@@ -183,18 +183,20 @@ class ReplicaService:
         # Whatever arrives: the sender is told, and it is counted.
         except (ValueError, IndexError, msgspec.MsgspecError) as error:
             self.stats.num_malformed += 1
-            logger.warning("a message could not be served: %s", error)
+            logger.warning("a message could not be served: %r", str(error))
             self._send(identity, wire.Refused(f"a message could not be served: {error}"))
             if caller is not None:
                 self._part_from(caller)
 
     def _serve(self, caller: Caller, request: wire.Request, parts: list[bytes]) -> None:
         caller.has_spoken = True
+        if isinstance(request, wire.Generate | wire.Call) and caller.is_under_way(request.number):
+            raise ValueError(f"call {request.number} is under way")
         match request:
             case wire.Generate():
                 self._generate(caller, request, parts[1])
             case wire.Call(number):
-                caller.begin(number, self._answered(caller, number, self._call(caller, request)))
+                caller.begin(number, self._answered(caller, number, lambda: self._call(caller, request)))
             case wire.Cancel(number):
                 caller.cancel(number)
             case wire.Ping():
@@ -257,8 +259,8 @@ class ReplicaService:
             self._release_later(caller, [next(iter(caller.conversations))], set())
         prompt = array("i")
         prompt.frombytes(kept.ids)
-        work = self._continue(caller, message, prompt, kept)
-        caller.begin(message.number, self._answered(caller, message.number, work), request_id=request_id)
+        work = self._answered(caller, message.number, lambda: self._continue(caller, message, prompt, kept))
+        caller.begin(message.number, work, request_id=request_id)
 
     async def _continue(
         self, caller: Caller, message: wire.Generate, prompt: "array[int]", kept: KeptPrompt
@@ -290,10 +292,10 @@ class ReplicaService:
             self._closing = asyncio.ensure_future(self._close_after_shutdown(caller))
         return wire.Answer(call.number, self._server.policy_version, wire.encode_raw(result))
 
-    async def _answered(self, caller: Caller, number: int, work: Coroutine[Any, Any, wire.Reply]) -> None:
+    async def _answered(self, caller: Caller, number: int, work: Callable[[], Awaitable[wire.Reply]]) -> None:
         """Answers a call, whatever becomes of it, unless its caller has cancelled it."""
         try:
-            self._send(caller.identity, await work)
+            self._send(caller.identity, await work())
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
