@@ -57,6 +57,18 @@ class Hanging(AsyncServerBase):
         return {}
 """
 
+SGLANG = """
+import sys
+from ostinato_engines.sglang_server import SGLangServer
+
+class Local(SGLangServer):
+    def __init__(self, model, *, dtype, max_model_len, max_num_seqs, cast_weights, seed):
+        super().__init__(
+            model, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs, cast_weights=cast_weights, seed=seed,
+            launcher=(sys.executable, "-m", "ostinato_engines.testing.sglang_stub"),
+        )
+"""
+
 
 class Run:
     """What a run of two steps left: its metrics, and each answer with its reward."""
@@ -158,6 +170,17 @@ def test_vllm_in_an_environment_of_its_own(
     assert "'blocksize'" in err
 
 
+@pytest.mark.slow
+def test_sglang_s_protocol(train: Callable[..., Run], tmp_path: Path) -> None:
+    """GRPO through the adapter for SGLang, with a local server that speaks SGLang's protocol: weights arrive, the process is gone after."""
+    server = tmp_path / "server.py"
+    server.write_text(SGLANG)
+    custom = f"{ROLLOUT}.agent.custom_async_server"
+    run = train(tmp_path / "there", f"{custom}.path={server}", f"{custom}.name=Local", f"{ROLLOUT}.name=sglang")
+    run.must_have_followed()
+    assert "sglang" in run.metrics[0]["versions/engine"]
+
+
 @pytest.mark.parametrize(
     ("script", "fragments"),
     [
@@ -212,6 +235,7 @@ def hanging(arguments: Callable[..., list[str]], tmp_path: Path) -> Iterator[tup
         running.kill()
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_ends_the_run(hanging: tuple[subprocess.Popen[str], int]) -> None:
     """Where the engine dies in mid-run, the command ends with one message that says so and where its log is."""
     running, engine = hanging
@@ -225,7 +249,7 @@ def test_an_engine_that_is_killed_ends_the_run(hanging: tuple[subprocess.Popen[s
         assert fragment in message
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_the_engine_goes_with_its_run(hanging: tuple[subprocess.Popen[str], int], number: signal.Signals) -> None:
     """Ctrl-C and even a kill of the trainer leave no engine behind, whatever that was doing."""
     running, engine = hanging
