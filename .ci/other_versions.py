@@ -20,11 +20,7 @@ TEST = "tests/integration/test_engine_environment.py"
 
 
 def make_environment(home: Path, *requirements: str) -> Path:
-    """The interpreter of a new environment.
-
-    Raises:
-        subprocess.CalledProcessError: It cannot be made here.
-    """
+    """The interpreter of a new environment."""
     python = home / "bin/python"
     run(UV, "venv", "--quiet", "--no-project", "--clear", "--python", sys.executable, home, cwd=REPO)
     run(UV, "pip", "install", "--quiet", "--python", python, TORCH, *requirements, cwd=REPO)
@@ -32,7 +28,7 @@ def make_environment(home: Path, *requirements: str) -> Path:
 
 
 def main() -> int:
-    """Exit status of the tests; 0 where the environments cannot be made, which is then said."""
+    """Exit status 0 if the environments could be made and the test passed in them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--scratch", type=Path, help="a folder for the environments; a temporary one by default")
     options = parser.parse_args()
@@ -41,11 +37,7 @@ def main() -> int:
         try:
             engine = make_environment(scratch / "engine", *ENGINE)
             trainer = make_environment(scratch / "trainer", *TRAINER, *TEST_REQUIREMENTS)
-        except subprocess.CalledProcessError as error:
-            print(f"environments with other versions cannot be made here ({error}): these tests are skipped")
-            return 0
-        os.environ["OSTINATO_ENGINE_PYTHON"] = str(engine)
-        try:
+            os.environ["OSTINATO_ENGINE_PYTHON"] = str(engine)
             run(trainer, "-m", "pytest", "-p", "no:cacheprovider", "-m", "slow", "-k", "transformers", TEST, cwd=REPO)
         except subprocess.CalledProcessError as error:
             return error.returncode
