@@ -265,6 +265,35 @@ def test_templates_are_sandboxed_and_speak_clearly():
         refusing.encode_chat([USER])
 
 
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("m.role", "user"),
+        ("m.nothing", ""),
+        ("m.nothing is defined", "False"),
+        ("m.items() | length", "3"),
+        ("m.get('items')", "mine"),
+        ("m['items']", "mine"),
+        ("m.__class__", ""),
+        ("m.content.upper()", "HI"),
+    ],
+)
+def test_attributes_of_messages_are_found_as_jinja_finds_them(expression, text):
+    """Keys are attributes where a dict has none of that name; what is missing is undefined, and no class can be reached."""
+    template = "{% for m in messages %}{{ " + expression + " }}{% endfor %}"
+    tokenizer = tiny_chat_tokenizer(chat_template=template)
+    assert tokenizer.render([{**USER, "items": "mine"}], add_generation_prompt=False) == text
+
+
+def test_a_message_that_holds_itself_ends_in_an_error(tiny):
+    """A value without an end is refused, not looked through for ever."""
+    arguments: dict = {}
+    arguments["again"] = [arguments]
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    with pytest.raises((TokenizationError, RecursionError)):
+        tiny.encode_chat([USER, {"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
 def test_extensions_of_published_templates_work():
     """Loop controls, the generation tag, JSON without escapes and the present date are there."""
     template = (

@@ -53,6 +53,28 @@ def test_logprobs_are_absent_not_zero():
     assert values[1] == -1.0
 
 
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 4)), max_size=8))
+def test_log_probabilities_stand_where_the_mask_is_one(runs):
+    """However sampled and other tokens alternate, each sampled token has its own value and every other one 0.0."""
+    ledger = TokenLedger()
+    ledger.append([0], Origin.CONTEXT)
+    given_values = []
+    for sampled, length in runs:
+        values = [-1.0 - len(given_values) - i for i in range(length)]
+        if sampled:
+            ledger.append_sampled([1] * length, values)
+            given_values += values
+        else:
+            ledger.append([2] * length, Origin.CONTEXT)
+    logprobs, mask = ledger.response_logprobs, ledger.response_mask
+    if not given_values:
+        assert logprobs is None
+        return
+    assert logprobs is not None
+    assert [value for value, bit in zip(logprobs, mask, strict=True) if bit] == given_values
+    assert {value for value, bit in zip(logprobs, mask, strict=True) if not bit} <= {0.0}
+
+
 def test_sampled_ids_that_are_not_canonical_stay_as_they_are(make):
     """Ids [ab, cd] are recorded as sampled, although their text encodes to one id."""
     tokenizer = make("plain")

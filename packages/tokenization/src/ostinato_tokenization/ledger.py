@@ -240,8 +240,16 @@ class TokenLedger:
         """One value per response token: 0.0 where not sampled, NaN where sampled without one; None when all lack it."""
         if not self._num_sampled or all(map(math.isnan, self._logprobs)):
             return None
-        values, sampled = iter(self._logprobs.tolist()), int(Origin.SAMPLED)
-        return [next(values) if origin == sampled else 0.0 for origin in self._origins[self._response_start :]]
+        mask, sampled = self._origins[self._response_start :].translate(_MASK_OF_ORIGIN), self._logprobs.tolist()
+        values: list[float] = []
+        used = end = 0
+        while (start := mask.find(1, end)) >= 0:
+            values += [0.0] * (start - end)
+            end = mask.find(0, start)
+            end = len(mask) if end < 0 else end
+            values += sampled[used : used + end - start]
+            used += end - start
+        return values + [0.0] * (len(mask) - end)
 
     @property
     def policy_versions(self) -> list[tuple[int, int]]:

@@ -244,6 +244,8 @@ class _Comparison:
         return self._tokenizer.decode(self._rendered[start:end]).translate(_STRIPPABLE)
 
     def _compare_sampled(self, start: int, end: int, lead: list[int], *, repaired: bool) -> SanityReport | None:
+        if not lead and self._step_over_same(self._recorded[start:end]):
+            return None
         said_end = end
         while said_end > max(start, end - 4) and self._recorded[said_end - 1] not in self._stops:
             said_end -= 1
@@ -268,6 +270,15 @@ class _Comparison:
             if self._rendered[self._pos : self._pos + len(after_stop)] == after_stop:
                 self._pos += len(after_stop)
         return None
+
+    def _step_over_same(self, said: list[int]) -> bool:
+        """Step over a turn that the rendering has id by id, up to the one token that ends it: most turns are such."""
+        if said[-1] not in self._stops or self._rendered[self._pos : self._pos + len(said)] != said:
+            return False
+        if not self._stops.isdisjoint(said[:-1]):
+            return False
+        self._pos += len(said)
+        return True
 
     def _ways(self, body: list[int]) -> Iterator[tuple[str, str, int]]:
         """Recorded and rendered texts of a turn, and where the rendered one ends.
