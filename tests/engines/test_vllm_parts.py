@@ -1,6 +1,7 @@
 """The parts of the vLLM adapter that need no vLLM: what a log says, what a checkpoint holds, what is sampled from."""
 
 import asyncio
+import itertools
 import json
 import pickle
 import struct
@@ -38,12 +39,13 @@ torch = pytest.importorskip("torch")
 
 from ostinato_engines.vllm_engine.answers import Conversing, to_token_output  # noqa: E402
 from ostinato_engines.vllm_engine.checkpoint import CheckpointTensors  # noqa: E402
-from ostinato_engines.vllm_engine.fan_out import send_to_all  # noqa: E402
+from ostinato_engines.vllm_engine.fan_out import memory_for, send_to_all  # noqa: E402
 from ostinato_engines.vllm_engine.filtering import filtered  # noqa: E402
+from ostinato_engines.vllm_engine.held import HOLD_KEY, Held, decode_answer  # noqa: E402
 from ostinato_engines.vllm_engine.running import RunningEngine  # noqa: E402
 from ostinato_engines.vllm_engine.sampling import FILTERS_KEY, to_vllm  # noqa: E402
 from ostinato_engines.vllm_server import VLLMServer  # noqa: E402
-from ostinato_engines.weight_transfer import WeightListener, WeightReceiver, connect  # noqa: E402
+from ostinato_engines.weight_transfer import MemoryKind, WeightListener, WeightReceiver, connect  # noqa: E402
 
 LOG = """(EngineCore 10) INFO Initializing an engine
 (Worker 11) ERROR WorkerProc hit an exception.
@@ -211,8 +213,8 @@ def test_only_what_vllm_would_change_goes_through_our_filters():
     """Each parameter reaches vLLM as it is, or, where vLLM's order or limits differ, our filters."""
     parts = SimpleNamespace(sampling_params=dict, final_only="final")
 
-    def asked(**params):
-        return to_vllm(SamplingParams(**params), max_tokens=5, parts=parts)
+    def asked(hold=None, **params):
+        return to_vllm(SamplingParams(**params), max_tokens=5, parts=parts, hold=hold)
 
     plain = asked(temperature=0.7, top_p=0.9, top_k=20, seed=3, stop_token_ids=(4, 5), repetition_penalty=1.2)
     assert plain["temperature"] == 0.7
@@ -228,6 +230,7 @@ def test_only_what_vllm_would_change_goes_through_our_filters():
     low = asked(temperature=0.001, top_k=7)
     assert (low["temperature"], low["extra_args"]) == (1.0, {FILTERS_KEY: [0.001, 7, 1.0, 0.0]})
     assert "top_p" not in low
+    assert asked(hold="a#1", temperature=0.5)["extra_args"] == {HOLD_KEY: "a#1"}
 
 
 def result_of(token_ids, reason, *, logprobs=None, spans=None):
@@ -258,6 +261,59 @@ def test_outputs_in_the_contract_s_words():
         result_of([1], "length"), SamplingParams(logprobs=False), Conversing("a#3", [0]), exact=False
     )
     assert (silent.logprobs, silent.policy_versions[0].exact) == (None, True)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(-50, 0, width=32)), max_size=3), st.integers(0, 3)
+    ),
+    max_size=12,
+)
+
+
+@given(steps=STEPS, logprobs=st.booleans())
+def test_what_is_held_comes_over_whole(steps, logprobs):
+    """Tokens, logprobs to the last bit, and which of them came from which version, as the steps gave them."""
+    held = Held("a#1", logprobs=logprobs)
+    for sampled, version in steps:
+        held.add([token for token, _ in sampled], [value for _, value in sampled] if logprobs else [], version)
+    answer = decode_answer(held.encode())
+    token_ids, values = answer.to_lists()
+    assert token_ids == [token for sampled, _ in steps for token, _ in sampled]
+    assert values == ([value for sampled, _ in steps for _, value in sampled] if logprobs else None)
+    per_token = [version for sampled, version in steps for _ in sampled]
+    ends = [start for start, _ in answer.versions[1:]] + [len(per_token)]
+    spread = [
+        version
+        for (start, version), end in zip(answer.versions, ends, strict=bool(per_token))
+        for _ in range(start, end)
+    ]
+    assert spread == per_token
+    versions = [version for _, version in answer.versions]
+    assert all(one != two for one, two in itertools.pairwise(versions))
+
+
+def test_an_answer_that_was_held():
+    """It counts, and not what vLLM's own output says; a request that was ended before its first token has a version too."""
+    held = Held("a#1", logprobs=True)
+    held.prefill_stats = SimpleNamespace(num_cached_tokens=16)
+    held.add([4, 5], [-1.5, -0.25], 3)
+    held.add([9], [-2.0], 4)
+    out = to_token_output(
+        result_of([], "stop"),
+        SamplingParams(),
+        Conversing("a#1", [3, 4]),
+        exact=True,
+        answer=decode_answer(held.encode()),
+    )
+    assert (out.token_ids, out.logprobs, out.num_cached_tokens) == ([4, 5, 9], [-1.5, -0.25, -2.0], 16)
+    assert (out.stop_reason, out.stop_token_id) == (StopReason.STOP, 9)
+    assert [(span.start, span.version, span.exact) for span in out.policy_versions] == [(0, 3, True), (2, 4, True)]
+    empty = decode_answer(Held("b#1", logprobs=True).encode())
+    params, request = SamplingParams(), Conversing("b#1", [3, 4])
+    nothing = to_token_output(result_of([], "abort"), params, request, exact=True, answer=empty)
+    assert (nothing.token_ids, nothing.logprobs, nothing.policy_versions[0].version) == ([], [], 4)
+    assert nothing.num_cached_tokens is None
 
 
 def take_all(path, tensors, *, fail_after=None):
@@ -326,8 +382,22 @@ async def test_a_failure_ends_the_stream_for_all():
 
     with pytest.raises(WeightUpdateError, match="the disk is gone"):
         await fan_out(broken)
+
+    def broken_at_once(named):
+        raise OSError("there is no disk")
+        yield
+
+    with pytest.raises(WeightUpdateError, match="there is no disk"):
+        await fan_out(broken_at_once)
     with pytest.raises(WeightUpdateError, match="w4"):
         await fan_out(lambda named: iter(named[:-1]))
+    with pytest.raises(WeightUpdateError, match="w0"):
+        await fan_out(lambda named: iter(()))
+
+
+def test_weights_on_the_host_go_through_its_memory():
+    """A device's memory is for weights that lie on a device, and it is not asked for where there are none."""
+    assert memory_for(torch.ones(2)) == memory_for(None) == (MemoryKind.SHARED, "cpu")
 
 
 @pytest.mark.parametrize(

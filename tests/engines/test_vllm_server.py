@@ -5,6 +5,7 @@ import importlib.util
 import multiprocessing
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
@@ -30,6 +31,7 @@ from ostinato_engines import (
     WeightUpdateError,
 )
 from ostinato_engines.testing import Scope, WeightUpdate, check_server, reference_distribution
+from ostinato_engines.vllm_engine.hold_choice import hold_outputs
 from ostinato_engines.vllm_server import VLLMServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="module")]
@@ -230,6 +232,66 @@ async def test_chat_through_vllm(server):
         await server.chat_completion("hello")
 
 
+async def test_one_output_crosses_for_each_request(server, monkeypatch):
+    """Whatever a request samples, its tokens and logprobs leave the engine core together, when it ends."""
+    processor = server._engine.llm.output_processor
+    process, crossed = processor.process_outputs, []
+
+    def counting(outputs, *args, **kwargs):
+        crossed.extend(output.request_id.partition("#")[0] for output in outputs)
+        return process(outputs, *args, **kwargs)
+
+    monkeypatch.setattr(processor, "process_outputs", counting)
+    names = [f"counted-{index}" for index in range(6)]
+    outs = await asyncio.gather(*(server.generate([1, 2, 3], {"max_tokens": 20}, name) for name in names))
+    assert all(len(out.token_ids) == len(out.logprobs) == 20 for out in outs)
+    assert sorted(crossed) == names
+
+
+async def test_what_is_held_comes_out(server):
+    """An abort, and an abort under a pause while nothing is computed, give the tokens so far with true logprobs."""
+    manifest = update_to(4, server.policy_version + 1)
+    await server.update_weights(manifest.manifest, manifest.make_weights())
+    forward, prompt = manifest.forward, [31, 32, 33]
+    for paused in (False, True):
+        task = asyncio.ensure_future(server.generate(prompt, {"max_tokens": 2000, "seed": 2}, "held"))
+        await server.generate(prompt, {"max_tokens": 12}, "beside it")
+        if paused:
+            await server.pause(PauseMode.KEEP)
+        assert await server.abort(["held"]) == 1
+        out = await task
+        if paused:
+            await server.resume()
+        assert out.stop_reason is StopReason.ABORTED
+        assert 5 <= len(out.token_ids) == len(out.logprobs) < 2000
+        assert [(span.start, span.version, span.exact) for span in out.policy_versions] == [
+            (0, manifest.manifest.version, True)
+        ]
+        logits = forward([*prompt, *out.token_ids])
+        for place, token in enumerate(out.token_ids):
+            truth = float(reference_distribution(logits[len(prompt) + place - 1], SamplingParams())[token])
+            assert out.logprobs[place] == pytest.approx(truth, abs=1e-4)
+
+
+async def test_chat_beside_what_is_held(server):
+    """Requests of vLLM's own endpoint get vLLM's own outputs, with logprobs, in the same steps as requests that are held."""
+    held = [
+        asyncio.ensure_future(server.generate([40 + index], {"max_tokens": 60, "temperature": 0}, f"held-{index}"))
+        for index in range(3)
+    ]
+    request = {"messages": [{"role": "user", "content": "w10"}], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    answer = await server.chat_completion({**request, "logprobs": True, "top_logprobs": 2})
+    entries = answer["choices"][0]["logprobs"]["content"]
+    alone = await server.generate([3, 10, 4, 5], {"max_tokens": 8, "temperature": 0}, "alone")
+    assert [entry["token"] for entry in entries] == [f"w{index}" for index in alone.token_ids]
+    assert [entry["logprob"] for entry in entries] == pytest.approx(alone.logprobs, abs=1e-4)
+    assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
+    for index, task in enumerate(held):
+        again = await server.generate([40 + index], {"max_tokens": 60, "temperature": 0}, "again")
+        assert (await task).token_ids == again.token_ids
+        assert (await task).logprobs == pytest.approx(again.logprobs, abs=1e-4)
+
+
 async def test_types_of_updates(server):
     """Weights in another type are refused unless the server casts, and the head of a tied model may come too, or not."""
     model = new_model(6)
@@ -285,6 +347,45 @@ async def test_a_dead_engine(checkpoint):
     with pytest.raises(EngineCrashedError):
         await server.generate([1, 2, 3], {"max_tokens": 2}, "late")
     await server.shutdown()
+
+
+async def test_a_vllm_whose_scheduler_is_another(checkpoint, monkeypatch):
+    """Where outputs cannot be held, every token comes over by itself: the contract is kept, and the server says so."""
+    monkeypatch.setattr("ostinato_engines.vllm_engine.launch.hold_outputs", lambda config: "the scheduler is another")
+    server = VLLMServer(checkpoint, **OPTIONS)
+    await server.start()
+    assert (await server.health()).detail.endswith("; slower, since the scheduler is another")
+    assert server.capabilities().exact_policy_spans == server._engine.parts.weight_versions
+    update = update_to(1, 1)
+    await check_server(
+        server,
+        vocab_size=VOCAB,
+        forward=forward_of(new_model(0)),
+        weight_update=update,
+        logprob_tolerance=1e-4,
+        deadline_s=60.0,
+    )
+
+
+async def test_which_schedulers_can_hold():
+    """Those of vLLM that ours does the work of; with several engine cores, or with another scheduler, it is said why not."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    def outcome(scheduler, *, cores=1):
+        chosen = SimpleNamespace(get_scheduler_cls=lambda: scheduler, scheduler_cls=None)
+        config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=cores), scheduler_config=chosen)
+        return hold_outputs(config), (chosen.scheduler_cls or "").rpartition(".")[2]
+
+    class Another(Scheduler):
+        pass
+
+    assert outcome(Scheduler) == ("", "HoldingScheduler")
+    assert outcome(AsyncScheduler) == ("", "AsyncHoldingScheduler")
+    why, chosen = outcome(Another)
+    assert ("Another" in why, chosen) == (True, "")
+    why, chosen = outcome(Scheduler, cores=2)
+    assert ("data_parallel_size" in why, chosen) == (True, "")
 
 
 async def test_an_engine_that_does_not_start(checkpoint):

@@ -161,8 +161,8 @@ class VLLMServer(AsyncServerBase):
             engine="vllm" if engine is None else f"vllm {engine.parts.version}",
             logprobs=True,
             seeds=True,
-            # Whole blocks of tokens only; `num_cached_tokens` says how many.
-            prefix_reuse=False,
+            # Whole blocks of tokens; `num_cached_tokens` says how many.
+            prefix_reuse=engine is not None and engine.reuses_prefixes,
             abort=True,
             pause_modes=tuple(PauseMode),
             sleep_levels=(1, 2) if engine is not None and can_sleep(engine.parts) else (),

@@ -4,6 +4,7 @@ Invariant: one tensor of the source lives at a time, and none is replaced before
 """
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +12,11 @@ from functools import partial
 
 from torch import Tensor
 
+from ostinato_engines import device as devices
+from ostinato_engines.errors import WeightUpdateError
 from ostinato_engines.types import WeightManifest
-from ostinato_engines.weight_transfer import WeightListener, WeightSender
+from ostinato_engines.weight_transfer import MemoryKind, WeightListener, WeightSender
+from ostinato_engines.weight_transfer.memory import create_memory
 
 CONNECT_S = 60.0
 _ANSWER_S = 600.0
@@ -26,6 +30,19 @@ class _Shared:
         self._source = iter(weights)
         self._item: tuple[str, Tensor] | None = None
         self._step = threading.Barrier(num_readers, action=self._fetch)
+
+    def peek(self) -> Tensor | None:
+        """The first tensor, which is still read afterwards; None if there is none to be had: reading then says why."""
+        try:
+            first = next(self._source, None)
+        # The border to foreign code: the sender reports its errors, when it comes to them.
+        except Exception as error:
+            self._source = _raising(error)
+            return None
+        if first is None:
+            return None
+        self._source = itertools.chain([first], self._source)
+        return first[1]
 
     def _fetch(self) -> None:
         self._item = None
@@ -68,10 +85,11 @@ async def send_to_all(
     senders: list[WeightSender] = []
     try:
         accepted = [loop.run_in_executor(pool, partial(one.accept, timeout_s=CONNECT_S)) for one in listeners]
+        kind, device = await loop.run_in_executor(pool, lambda: memory_for(shared.peek()))
         for outcome in await asyncio.gather(*accepted, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
-            senders.append(WeightSender(outcome, timeout_s=_ANSWER_S))
+            senders.append(WeightSender(outcome, memory=kind, device=device, timeout_s=_ANSWER_S))
         sends = [loop.run_in_executor(pool, shared.send, sender, manifest) for sender in senders]
         try:
             outcomes = await asyncio.shield(asyncio.gather(*sends, return_exceptions=True))
@@ -86,6 +104,23 @@ async def send_to_all(
         for sender in senders:
             sender.close()
         pool.shutdown(wait=False)
+
+
+def memory_for(tensor: Tensor | None) -> tuple[MemoryKind, str]:
+    """Where buckets go, and the device: a device's memory for weights that lie there, if processes can share it."""
+    if tensor is None or not devices.shares_memory(tensor.device):
+        return MemoryKind.SHARED, devices.HOST
+    try:
+        # Not every allocator of device memory can share: torch's expandable segments cannot.
+        create_memory(MemoryKind.DEVICE, str(tensor.device), num_slots=1, slot_bytes=1).close()
+    except WeightUpdateError:
+        return MemoryKind.SHARED, devices.HOST
+    return MemoryKind.DEVICE, str(tensor.device)
+
+
+def _raising(error: Exception) -> Iterator[tuple[str, Tensor]]:
+    raise error
+    yield
 
 
 def _raise_first(errors: Sequence[BaseException]) -> None:

@@ -17,6 +17,7 @@ from ostinato_engines.vllm_engine.endpoint import has_tokenizer
 from ostinato_engines.vllm_engine.engine_log import EngineLog
 from ostinato_engines.vllm_engine.hold_choice import hold_outputs
 from ostinato_engines.vllm_engine.probe import VLLMParts
+from ostinato_engines.vllm_engine.sampling import FILTERS
 
 _PACKAGE = __package__
 _OURS = (
@@ -34,6 +35,10 @@ _ENVIRONMENT = {
 }
 
 
+_FLOAT32_ENVIRONMENT = {
+    # Triton's attention would round float32 to ten bits before it multiplies.
+    "TRITON_F32_DEFAULT": "ieee",
+}
 _STARTING = threading.Lock()
 """One engine of a process starts at a time: the environment of its processes is that of this one."""
 
@@ -94,7 +99,7 @@ def engine_arguments(options: LaunchOptions, parts: VLLMParts) -> dict[str, Any]
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": f"{_PACKAGE}.worker.WeightExtension",
-        "logits_processors": [f"{_PACKAGE}.exact_filters:ExactFilters"],
+        "logits_processors": [FILTERS],
     }
     if can_sleep(parts):
         arguments["enable_sleep_mode"] = True
@@ -152,12 +157,14 @@ def _new_engine(parts: VLLMParts, args: Any) -> tuple[Any, str]:
         return parts.async_llm.from_engine_args(args), "this vllm cannot be started from a configuration"
     config = args.create_engine_config(parts.usage_context)
     why_not = hold_outputs(config)
-    llm = parts.async_llm.from_vllm_config(
-        config,
-        usage_context=parts.usage_context,
-        enable_log_requests=args.enable_log_requests,
-        disable_log_stats=args.disable_log_stats,
-    )
+    is_float32 = str(config.model_config.dtype) == "torch.float32"
+    with _environment(_FLOAT32_ENVIRONMENT if is_float32 else {}):
+        llm = parts.async_llm.from_vllm_config(
+            config,
+            usage_context=parts.usage_context,
+            enable_log_requests=args.enable_log_requests,
+            disable_log_stats=args.disable_log_stats,
+        )
     return llm, why_not
 
 

@@ -61,6 +61,7 @@ class RunningEngine:
         try:
             # The answer is kept by vLLM: from now on a request is known to it as soon as it is sent.
             await llm.get_supported_tasks()
+            await llm.collective_rpc("ostinato_run_ahead")
             tensors, why_not = _tensors_of(llm, options)
             chat = None if parts.chat is None else await make_endpoint(llm, options.model, parts.chat, parts.refusals)
             adapter = None if options.lora is None else parts.lora_request("adapter", 1, options.lora)
@@ -93,6 +94,11 @@ class RunningEngine:
     def vocab_size(self) -> int:
         """Ids below are valid."""
         return int(self.llm.model_config.get_vocab_size())
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Whether what is computed of a prompt serves those that begin alike."""
+        return bool(self.llm.vllm_config.cache_config.enable_prefix_caching)
 
     @property
     def exact_spans(self) -> bool:

@@ -11,6 +11,8 @@ from ostinato_engines.types import SamplingParams
 from ostinato_engines.vllm_engine.held import HOLD_KEY
 from ostinato_engines.vllm_engine.probe import VLLMParts
 
+FILTERS = f"{__package__}.exact_filters:ExactFilters"
+"""The logits processor that vLLM is given for such requests."""
 FILTERS_KEY = "ostinato_filters"
 """In vLLM's extra_args: [temperature, top_k, top_p, min_p] for `exact_filters`."""
 _LOWEST_TEMPERATURE = 0.01

@@ -1,4 +1,4 @@
-"""Runs in vLLM's workers: takes new weights from `ostinato_engines.weight_transfer`, by one call with a path.
+"""Runs in vLLM's workers: readies them, and takes new weights from `ostinato_engines.weight_transfer`, by calls with paths.
 
 vLLM mixes `WeightExtension` into its worker class. Nothing is unpickled: the call carries the paths of sockets in folders
 that only this user can enter, and what comes through it is MessagePack and bytes in shared memory.
@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ostinato_engines.errors import WeightUpdateError
+from ostinato_engines.vllm_engine.sampling import FILTERS
 from ostinato_engines.weight_transfer import WeightReceiver, connect
 
 if TYPE_CHECKING:
@@ -23,6 +24,16 @@ class WeightExtension:
     model_runner: Any
     vllm_config: Any
     reload_weights: Any
+
+    def ostinato_run_ahead(self) -> None:
+        """Lets a step begin before the tokens of the one before have come to the host.
+
+        vLLM waits for them as soon as there is a logits processor that it does not know. Ours reads none.
+        """
+        config, batch = self.vllm_config, getattr(self.model_runner, "input_batch", None)
+        others = [name for name in config.model_config.logits_processors or () if name != FILTERS]
+        if batch is not None and not others and getattr(config, "reasoning_config", None) is None:
+            batch.logitsprocs_need_output_token_ids = False
 
     def ostinato_receive_weights(self, paths: list[str]) -> str:
         """Replaces the model's weights by the update that is offered at this worker's path.
