@@ -15,6 +15,8 @@ from ostinato_engines.types import SamplingParams, StopReason, TokenOutput
 _SHORT = 4096
 """A server with a max_model_len beyond it is asked for prompts of that length in the full scope only."""
 
+_LONG_TURN = 160
+
 
 class RequestChecks(Asker):
     """One method per check; each raises `ConformanceError` or `Skip`."""
@@ -209,7 +211,8 @@ class RequestChecks(Asker):
 
     async def turns(self) -> None:
         name = self.new_id()
-        prompt = self.prompt(10)
+        # Long enough to fill a block, where an engine reuses whole blocks only; three turns must fit behind it.
+        prompt = self.prompt(max(10, min(_LONG_TURN, self.server.max_model_len - 40)))
         for turn in range(3):
             out = await self.ask(prompt, name, max_tokens=6, temperature=0)
             cold = await self.ask(prompt, max_tokens=6, temperature=0)
