@@ -1,21 +1,25 @@
 """VLLMServer on this machine: does it keep the contract, how fast is it, and what do logprobs and updates cost.
 
-    python -m benchmarks.vllm_server [--part conformance|speed|update|sleep] [--shape small|qwen3-1.7b | --model FOLDER] [--dtype NAME] [--eager]
-        [--requests N] [--new-tokens N] [--pairs N] [--tensor-parallel N] [--tolerance X]
+    python -m benchmarks.vllm_server [--part conformance|speed|update|sleep] [--shape small|smollm2-135m|qwen3-1.7b | --model FOLDER]
+        [--dtype NAME] [--eager] [--requests N] [--new-tokens N] [--pairs N] [--tensor-parallel N] [--tolerance X] [--offline]
 
 Runs in an environment that has vllm and ostinato-engines. The model is random with the given shape, unless a checkpoint is named. `speed`
 interleaves the same requests without and with the sampled token's logprob, and through vLLM's own final-only way; medians count.
 `vllm_logprob_cost` is the share of the tokens per second that logprobs take; `vllm_vs_plain` compares with vLLM asked directly, with its default
-form of logprobs. `update` gives seconds of a whole weight update and its ratio to copying the same bytes once. `sleep` gives the device memory that
-each level frees. The last line is JSON.
+form of logprobs; `vllm_vs_offline`, with --offline, with `LLM.generate` of a second engine that shares the device. `spread` gives the least and the
+most tokens per second of each way. `update` gives seconds of a whole weight update and its ratio to copying the same bytes once, for weights on the
+host, and on a device where there is one. `sleep` gives the device memory that each level frees. The last line is JSON.
 """
 
 import argparse
 import asyncio
+import importlib
+import itertools
 import json
 import statistics
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +27,13 @@ import torch
 import transformers
 
 from ostinato_engines import SamplingParams, WeightManifest
+from ostinato_engines import device as devices
 from ostinato_engines.testing import WeightUpdate, check_server
 from ostinato_engines.vllm_server import VLLMServer
 
 PROMPT_TOKENS = 64
+MAX_POSITIONS = 16_384
+LLAMAS = ("smollm2-135m",)
 SHAPES: dict[str, dict[str, int]] = {
     "small": {
         "vocab_size": 8192,
@@ -34,6 +41,15 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_hidden_layers": 4,
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 1536,
+    },
+    "smollm2-135m": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
         "head_dim": 64,
         "intermediate_size": 1536,
     },
@@ -50,12 +66,15 @@ SHAPES: dict[str, dict[str, int]] = {
 
 
 def new_model(shape: str, dtype: str, seed: int) -> Any:
-    """A random Qwen3; the same arguments give the same weights."""
+    """A random Qwen3, or Llama where that is the shape's; the same arguments give the same weights."""
     torch.manual_seed(seed)
-    config = transformers.Qwen3Config(
-        **SHAPES[shape], max_position_embeddings=16384, tie_word_embeddings=True, initializer_range=0.05
+    kind = transformers.LlamaConfig if shape in LLAMAS else transformers.Qwen3Config
+    config = kind(
+        **SHAPES[shape], max_position_embeddings=MAX_POSITIONS, tie_word_embeddings=True, initializer_range=0.05
     )
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+    with torch.device(devices.pick_device("auto")):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+    return model.to(devices.HOST)
 
 
 def load(folder: str, dtype: str) -> Any:
@@ -106,11 +125,14 @@ async def speed(server: VLLMServer, options: argparse.Namespace, model: Any) -> 
     generator = torch.Generator().manual_seed(0)
     shape = (options.requests, PROMPT_TOKENS)
     prompts = torch.randint(0, model.config.vocab_size, shape, generator=generator).tolist()
-    ways = {
+    ways: dict[str, Callable[[], Awaitable[None]]] = {
         "none": lambda: ours(server, prompts, options.new_tokens, logprobs=False),
         "logprobs": lambda: ours(server, prompts, options.new_tokens, logprobs=True),
         "plain": lambda: plain(server, prompts, options.new_tokens),
     }
+    if options.offline:
+        llm = await asyncio.to_thread(offline_engine, options)
+        ways["offline"] = lambda: asyncio.to_thread(offline, llm, prompts, options.new_tokens)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for round_number in range(options.pairs + 1):
         for name, way in ways.items():
@@ -120,12 +142,41 @@ async def speed(server: VLLMServer, options: argparse.Namespace, model: Any) -> 
             if round_number:  # the first warms up
                 seconds[name].append(time.perf_counter() - start)
     num_tokens = options.requests * options.new_tokens
-    rate = {name: num_tokens / statistics.median(values) for name, values in seconds.items()}
-    return {
-        **{f"tok_s_{name}": round(value, 1) for name, value in rate.items()},
-        "vllm_logprob_cost": round(1 - rate["logprobs"] / rate["none"], 3),
-        "vllm_vs_plain": round(rate["logprobs"] / rate["plain"], 3),
+    rates = {name: sorted(round(num_tokens / value, 1) for value in values) for name, values in seconds.items()}
+    rate = {name: statistics.median(values) for name, values in rates.items()}
+    versus = {
+        f"vllm_vs_{name}": round(rate["logprobs"] / rate[name], 3) for name in rate if name in ("plain", "offline")
     }
+    return {
+        **{f"tok_s_{name}": value for name, value in rate.items()},
+        "vllm_logprob_cost": round(1 - rate["logprobs"] / rate["none"], 3),
+        **versus,
+        "spread": {name: (values[0], values[-1]) for name, values in rates.items()},
+    }
+
+
+def offline_engine(options: argparse.Namespace) -> Any:
+    """vLLM's own engine for lists of prompts, with its defaults."""
+    return importlib.import_module("vllm").LLM(
+        options.checkpoint,
+        dtype=options.dtype,
+        max_model_len=PROMPT_TOKENS + options.new_tokens,
+        max_num_seqs=max(64, options.requests),
+        tensor_parallel_size=options.tensor_parallel,
+        enforce_eager=options.eager,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        **json.loads(options.engine_args),
+    )
+
+
+def offline(llm: Any, prompts: list[list[int]], new_tokens: int) -> None:
+    """All requests at once, with the sampled token's logprob."""
+    params = importlib.import_module("vllm").SamplingParams(
+        max_tokens=new_tokens, logprobs=0, ignore_eos=True, detokenize=False
+    )
+    outs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    assert all(len(out.outputs[0].logprobs) == new_tokens for out in outs)
 
 
 async def ours(server: VLLMServer, prompts: list[list[int]], new_tokens: int, *, logprobs: bool) -> None:
@@ -154,27 +205,30 @@ async def plain(server: VLLMServer, prompts: list[list[int]], new_tokens: int) -
 
 
 async def update(server: VLLMServer, options: argparse.Namespace, model: Any) -> dict[str, Any]:
-    """Whole updates, against copying the same bytes once."""
-    seconds, copies = [], []
-    for version in range(1, options.pairs + 2):
-        manifest, named = weights_of(model, version)
-        start = time.perf_counter()
-        for _, tensor in named:
-            torch.empty_like(tensor).copy_(tensor)
-        middle = time.perf_counter()
-        await server.update_weights(manifest, named)
-        copies.append(middle - start)
-        seconds.append(time.perf_counter() - middle)
-    out = await server.generate([1, 2, 3], {"max_tokens": 2, "temperature": 0}, "after")
-    assert out.policy_versions[-1].version == options.pairs + 1
-    took, copied = statistics.median(seconds[1:]), statistics.median(copies[1:])
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
-    return {
-        "update_s": round(took, 3),
-        "copy_s": round(copied, 3),
-        "ratio": round(took / copied, 2),
-        "bytes": num_bytes,
-    }
+    """Whole updates, against copying the same bytes once: of weights on the host, and on a device where there is one."""
+    measured: dict[str, Any] = {}
+    versions = itertools.count(1)
+    for device in dict.fromkeys((devices.HOST, devices.pick_device("auto"))):
+        model.to(device)
+        seconds, copies = [], []
+        for _ in range(options.pairs + 1):
+            manifest, named = weights_of(model, next(versions))
+            devices.synchronize(device)
+            start = time.perf_counter()
+            for _, tensor in named:
+                torch.empty_like(tensor).copy_(tensor)
+            devices.synchronize(device)
+            middle = time.perf_counter()
+            await server.update_weights(manifest, named)
+            copies.append(middle - start)
+            seconds.append(time.perf_counter() - middle)
+        out = await server.generate([1, 2, 3], {"max_tokens": 2, "temperature": 0}, "after")
+        assert out.policy_versions[-1].version == server.policy_version
+        took, copied = statistics.median(seconds[1:]), statistics.median(copies[1:])
+        measured |= {f"update_s_{device}": round(took, 4), f"copy_s_{device}": round(copied, 5)}
+        measured |= {f"ratio_{device}": round(took / copied, 2)}
+        measured |= {f"spread_s_{device}": [round(min(seconds[1:]), 4), round(max(seconds[1:]), 4)]}
+    return measured | {"bytes": sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())}
 
 
 async def sleep(server: VLLMServer, options: argparse.Namespace, model: Any) -> dict[str, Any]:
@@ -199,9 +253,11 @@ async def run(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """One part, with an engine of its own."""
     if options.model is None:
         new_model(options.shape, options.dtype, 0).save_pretrained(folder)
-    model = load(options.model or folder, options.dtype)
+        devices.empty_cache(devices.pick_device("auto"))
+    options.checkpoint = options.model or folder
+    model = load(options.checkpoint, options.dtype)
     server = VLLMServer(
-        options.model or folder,
+        options.checkpoint,
         dtype=options.dtype,
         max_model_len=10_240 if options.part == "conformance" else PROMPT_TOKENS + options.new_tokens,
         max_num_seqs=max(64, options.requests),
@@ -233,6 +289,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--tolerance", type=float, default=1e-4, help="0.1 or so below float32")
+    parser.add_argument(
+        "--offline", action="store_true", help="speed: beside LLM.generate; lower gpu_memory_utilization"
+    )
     parser.add_argument("--engine-args", default="{}", help="JSON, more of vLLM's engine arguments")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
