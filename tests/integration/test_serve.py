@@ -81,6 +81,19 @@ def test_it_serves_until_it_is_told_to_end(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
+def test_an_interrupt_while_it_loads_ends_it(base: Path) -> None:
+    """Ctrl-C before the server is up ends the command as it ends any other, with status 130 and one line."""
+    with server(base / "model", "--port", 0) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline().startswith("loading")
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=60)
+    assert (running.returncode, out) == (130, ""), err
+    assert err.startswith("interrupted")
+    assert "Traceback" not in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -433,6 +433,21 @@ async def test_a_connection_that_waits_for_its_answer_is_not_idle(openai_app, as
         assert (await asking)[0] == 200
 
 
+async def test_answers_are_sent_without_delay(openai_app, ask, monkeypatch):
+    """Connections do not wait for more to send, which would cost each answer the time of a delayed acknowledgement."""
+    options = []
+    original = _WatchedProtocol.connection_made
+
+    def connection_made(self, transport):
+        original(self, transport)
+        options.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    monkeypatch.setattr(_WatchedProtocol, "connection_made", connection_made)
+    async with openai_app() as (url, _, _):
+        await ask(url, "/health")
+    assert options == [1]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_does_not_read_is_let_go(openai_app, monkeypatch, stream):
     """A response that is not taken is given up, with its connection, and nothing stays under way."""

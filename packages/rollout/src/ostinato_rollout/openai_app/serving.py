@@ -101,8 +101,7 @@ class _WatchedProtocol(H11Protocol):
         self._watch = self.loop.call_later(self.patience_s, self._look)
 
 
-@contextmanager
-def _bound(app: OpenAIApp, host: str, port: int) -> Iterator[socket.socket]:
+def _bound(app: OpenAIApp, host: str, port: int) -> socket.socket:
     """Bind, and refuse what must not be reached from outside."""
     try:
         if not 0 <= port <= 0xFFFF:
@@ -113,13 +112,24 @@ def _bound(app: OpenAIApp, host: str, port: int) -> Iterator[socket.socket]:
             raise ServeError(
                 f"host must be a loopback address where no key is asked for, got {host!r}; set an API key, or use 127.0.0.1"
             )
-        listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        return _listening(family, address)
     except (OSError, OverflowError, UnicodeError) as error:
         raise ServeError(
             f"host and port must be free to bind here, got {host!r}:{port}: {error}; choose others (port 0 is any)"
         ) from error
-    with listener:
-        yield listener
+
+
+def _listening(family: int, address: tuple) -> socket.socket:
+    """Return a socket that listens; it says that it is TCP, because asyncio sends without delay on such sockets only."""
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def _url(listener: socket.socket) -> str:
