@@ -107,3 +107,39 @@ async def test_an_item_cancelled_by_others_frees_its_place():
     assert results[0] == 0
     assert results[2:] == [2, 3, 4, 5]
     assert results[1].kind is FailureKind.CANCELLED
+
+
+async def test_an_item_past_its_deadline_is_a_failure_in_its_place(caplog):
+    """It is cancelled and recorded as a timeout that says when it began and what else has ended; the others go on."""
+    cancelled = []
+
+    async def run_one(item):
+        if item == 1:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.append(item)
+        return item
+
+    results = await RolloutScheduler().run(range(4), run_one, concurrency=2, item_timeout_s=0.05)
+    assert (results[0], *results[2:]) == (0, 2, 3)
+    assert (results[1].kind, cancelled) == (FailureKind.TIMEOUT, [1])
+    assert "item 1 must end within 0.05 s" in results[1].message
+    assert "3 other items ended" in results[1].message
+    assert "scheduler: 3 items done" in caplog.text
+
+
+async def test_a_timeout_of_the_items_own_is_theirs():
+    """A TimeoutError that an item raises before the deadline is its failure, in its own words."""
+
+    async def run_one(item):
+        raise TimeoutError("my own clock")
+
+    (failure,) = await RolloutScheduler().run([1], run_one, concurrency=1, item_timeout_s=60)
+    assert (failure.kind, failure.message) == (FailureKind.TIMEOUT, "TimeoutError: my own clock")
+
+
+async def test_a_deadline_of_nothing_is_refused():
+    """No item could be done in no time."""
+    with pytest.raises(SessionInputError, match="item_timeout_s must be positive, got 0"):
+        await RolloutScheduler().run([1], lambda item: None, concurrency=1, item_timeout_s=0)
