@@ -87,6 +87,7 @@ async def test_a_replica_that_does_not_answer_is_taken_out_at_the_deadline(stub_
     await pool.wake_up()
     assert pool.lost[0].kind is FailureKind.TIMEOUT
     assert "must wake up within 0.05 s" in pool.lost[0].message
+    assert "last progress: replica 1 had to wake up" in pool.lost[0].message
 
 
 async def test_a_replica_that_cancels_itself_is_taken_out(stub_server):

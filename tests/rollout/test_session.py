@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ostinato_engines import PolicySpan, SamplingParams, StopReason, TokenOutput
 from ostinato_engines.testing import ScriptedServer
 from ostinato_rollout import (
+    AdmissionConfig,
     BudgetExceededError,
     ChatSession,
     LLMServerClient,
@@ -522,3 +523,87 @@ def test_every_sampled_token_is_recorded_once_in_order(turns, response, model_le
         assert client.num_sticky == 0
 
     asyncio.run(run())
+
+
+async def test_a_turn_has_a_budget_of_its_own(tokenizer, scripted):
+    """No turn asks for more than `max_turn_tokens`, nor than the caller wants, nor than there is room for; one that was cut by
+    its own budget ends with LENGTH and the conversation goes on."""
+    client, server = scripted([list(range(50))] * 3)
+    budget = SessionBudget(500, 100, max_turn_tokens=8)
+    tokens = ContinuousTokens(tokenizer)
+    session = ChatSession(client=client, tokens=tokens, config=SessionConfig(), budget=budget)
+    await session.extend([USER])
+    reply = await session.generate(PARAMS)
+    assert (reply.num_tokens, reply.stop_reason) == (8, StopReason.LENGTH)
+    for asked in (5, 20):
+        await session.extend([USER])
+        await session.generate(SamplingParams(max_tokens=asked))
+    assert [request.params.max_tokens for request in server.requests] == [8, 5, 8]
+    with pytest.raises(SessionInputError, match="max_turn_tokens must be a positive number of tokens, got 0"):
+        SessionBudget(1, 1, max_turn_tokens=0)
+
+
+async def test_a_parser_that_raises_changes_nothing(tokenizer, scripted):
+    """What a parser of the user's own raises comes out of generate, and neither ledger nor history knows of the turn."""
+
+    class Broken:
+        name, stop_tokens = "own", ()
+
+        def parse(self, *args, **options):
+            raise KeyError("no such thing")
+
+    client, _ = scripted(["a<|im_end|>"])
+    session = open_session(client, tokenizer, parser=Broken())
+    await session.extend([USER])
+    before = session.segments[0].token_ids
+    with pytest.raises(KeyError):
+        await session.generate(PARAMS)
+    assert (session.segments[0].token_ids, session.messages) == (before, [USER])
+    await session.close()
+
+
+async def test_closing_gives_up_the_turn_under_way(tokenizer, scripted):
+    """A session that is closed while another task generates ends that turn with an error, records nothing of it, and leaves
+    no counter and no place."""
+    client, server = scripted(["a<|im_end|>", "b<|im_end|>"])
+    session = open_session(client, tokenizer)
+    await session.extend([USER])
+    await session.generate(PARAMS)
+    await session.extend([USER])
+    server._gate = asyncio.Event()
+    task = asyncio.create_task(session.generate(PARAMS))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    await session.close()
+    with pytest.raises(SessionStateError, match="await its turn first"):
+        await task
+    assert len(session.messages) == 3
+    assert session.segments[0].token_ids[-1] == tokenizer.token_id("<|im_end|>")
+    assert (client.num_in_flight, client.num_sticky, server.released) == ({0: 0}, 0, ["r"])
+
+
+async def test_waiting_for_a_place_is_measured_apart(tokenizer, stub_server):
+    """The wait for a place counts as admission, not as generation, and the session says that it waits; sessions of one group
+    do not wait for each other."""
+    client = LLMServerClient([stub_server()], admission=AdmissionConfig(max_sessions=1))
+    budget, tokens = SessionBudget(100, 100), ContinuousTokens(tokenizer)
+
+    def make(name, group=None):
+        return ChatSession(
+            client=client, tokens=tokens, config=SessionConfig(), budget=budget, request_id=name, group=group
+        )
+
+    first, second, third = make("a", "g"), make("b"), make("c", "g")
+    for session in (first, second, third):
+        await session.extend([USER])
+    await first.generate(PARAMS)
+    task = asyncio.create_task(second.generate(PARAMS))
+    await asyncio.sleep(0)
+    assert second.activity().doing == "waits for a place"
+    assert (await third.generate(PARAMS)).num_tokens == 1
+    await first.close()
+    await third.close()
+    await task
+    assert second.metrics.admission_s > first.metrics.admission_s + third.metrics.admission_s
+    await second.close()
+    assert client.num_sticky == 0
