@@ -36,8 +36,7 @@ from ostinato_engines.vllm_engine.answers import Conversing, nothing_sampled, to
 from ostinato_engines.vllm_engine.diagnosis import explain
 from ostinato_engines.vllm_engine.engine_log import EngineLog
 from ostinato_engines.vllm_engine.held import HeldAnswer
-from ostinato_engines.vllm_engine.launch import LaunchOptions, can_sleep, start_engine
-from ostinato_engines.vllm_engine.probe import find_vllm
+from ostinato_engines.vllm_engine.launch import LaunchOptions, can_sleep
 from ostinato_engines.vllm_engine.running import RunningEngine
 from ostinato_engines.vllm_engine.sampling import to_vllm
 
@@ -124,9 +123,7 @@ class VLLMServer(AsyncServerBase):
                 raise EngineClosedError("server must not be shut down before start, got closed; create a new one")
             if self._status.loaded:
                 return
-            parts = await asyncio.to_thread(find_vllm)
-            llm, why_no_hold = await start_engine(self._options, parts, self._log)
-            self._engine = await RunningEngine.of(llm, parts, self._options, why_no_hold)
+            self._engine = await RunningEngine.started(self._options, self._log)
             await self._engine.serve_version(self.policy_version)
             self.max_model_len = self._engine.max_model_len
             self._status.loaded = True
@@ -148,8 +145,7 @@ class VLLMServer(AsyncServerBase):
             self._crashed(EngineError("its processes are gone"))
         state, detail = self._status.now()
         if state is EngineState.READY and self._engine is not None:
-            why_not = self._engine.why_no_hold
-            detail = self._engine.parts.versions + (f"; slower, since {why_not}" if why_not else "")
+            detail = self._engine.description
         running = sum(request.gate is None for request in self._in_flight.values())
         return Health(
             state, self.policy_version, num_running=running, num_waiting=len(self._in_flight) - running, detail=detail

@@ -17,6 +17,7 @@ from ostinato_engines.errors import (
 from ostinato_engines.types import PauseMode, WeightManifest
 from ostinato_engines.vllm_engine.checkpoint import CheckpointTensors
 from ostinato_engines.vllm_engine.endpoint import ChatEndpoint, make_endpoint
+from ostinato_engines.vllm_engine.engine_log import EngineLog
 from ostinato_engines.vllm_engine.fan_out import send_to_all
 from ostinato_engines.vllm_engine.held import (
     ANSWER_KEY,
@@ -25,8 +26,8 @@ from ostinato_engines.vllm_engine.held import (
     HeldAnswer,
     decode_answer,
 )
-from ostinato_engines.vllm_engine.launch import LaunchOptions
-from ostinato_engines.vllm_engine.probe import VLLMParts
+from ostinato_engines.vllm_engine.launch import LaunchOptions, start_engine
+from ostinato_engines.vllm_engine.probe import VLLMParts, find_vllm
 from ostinato_engines.weight_transfer import WeightListener
 
 if TYPE_CHECKING:
@@ -56,6 +57,13 @@ class RunningEngine:
     _taken: dict[str, HeldAnswer] = field(default_factory=dict)
 
     @classmethod
+    async def started(cls, options: LaunchOptions, log: EngineLog) -> Self:
+        """Finds vLLM and starts it; see `VLLMServer.start` for what it raises."""
+        parts = await asyncio.to_thread(find_vllm)
+        llm, why_no_hold = await start_engine(options, parts, log)
+        return await cls.of(llm, parts, options, why_no_hold)
+
+    @classmethod
     async def of(cls, llm: Any, parts: VLLMParts, options: LaunchOptions, why_no_hold: str) -> Self:
         """Looks at a started engine; ends it where that fails."""
         try:
@@ -79,6 +87,11 @@ class RunningEngine:
             why_no_update=why_not,
             why_no_hold=why_no_hold,
         )
+
+    @property
+    def description(self) -> str:
+        """For people: what runs, and what keeps it from being fast."""
+        return self.parts.versions + (f"; slower, since {self.why_no_hold}" if self.why_no_hold else "")
 
     @property
     def num_workers(self) -> int:
