@@ -12,6 +12,7 @@ medians of the repeats count after one that warms up. `update` gives seconds of 
 
 import argparse
 import asyncio
+import copy
 import json
 import statistics
 import sys
@@ -25,6 +26,7 @@ import torch
 
 from benchmarks.vllm_server import PROMPT_TOKENS, SHAPES, forward_of, load, new_model, weights_of
 from ostinato_engines import SamplingParams
+from ostinato_engines import device as devices
 from ostinato_engines.sglang_engine.http import LocalClient
 from ostinato_engines.sglang_server import SGLangServer
 from ostinato_engines.testing import WeightUpdate, check_server
@@ -37,8 +39,10 @@ PARTS = ("speed", "update", "sleep", "conformance", "record")
 async def conformance(server: SGLangServer, options: argparse.Namespace, model: Any, folder: str) -> dict[str, Any]:
     """The suite in its full scope, weight updates and sleep included, but for the shutdown."""
     version = server.policy_version + 1
-    manifest, named = weights_of(new_model(options.shape, options.dtype, 1), version)
-    update = WeightUpdate(manifest, lambda: iter(named), forward_of(new_model(options.shape, options.dtype, 1)))
+    other = new_model(options.shape, options.dtype, 1)
+    on_device = copy.deepcopy(other).to(devices.pick_device()) if options.share_device else other
+    manifest, named = weights_of(on_device, version)
+    update = WeightUpdate(manifest, lambda: iter(named), forward_of(other))
     report = await check_server(
         server,
         vocab_size=model.config.vocab_size,
@@ -90,14 +94,16 @@ async def speed(server: SGLangServer, options: argparse.Namespace, model: Any, f
 async def update(server: SGLangServer, options: argparse.Namespace, model: Any, folder: str) -> dict[str, Any]:
     """Whole updates, against copying the same bytes once."""
     result: dict[str, Any] = {"bytes": sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())}
-    places = {"host": model, **({"device": model.to("cuda")} if torch.cuda.is_available() else {})}
-    for place, source in places.items():
+    places = [] if options.share_device else [devices.HOST]
+    places += [place for place in (devices.pick_device(),) if place != devices.HOST]
+    for place in places:
+        source = model.to(place)
         seconds, copies = [], []
         for _ in range(options.repeats + 1):
             manifest, named = weights_of(source, server.policy_version + 1)
             start = time.perf_counter()
             for _, tensor in named:
-                tensor.to("cpu", copy=True)
+                tensor.to(devices.HOST, copy=True)
             middle = time.perf_counter()
             await server.update_weights(manifest, named)
             copies.append(middle - start)
@@ -106,7 +112,7 @@ async def update(server: SGLangServer, options: argparse.Namespace, model: Any, 
         assert out.policy_versions[-1].version == server.policy_version
         took, copied = statistics.median(seconds[1:]), statistics.median(copies[1:])
         result |= {f"update_s_{place}": round(took, 3), f"copy_s_{place}": round(copied, 3)}
-    model.to("cpu")
+    model.to(devices.HOST)
     return result
 
 
@@ -116,17 +122,19 @@ async def sleep(server: SGLangServer, options: argparse.Namespace, model: Any, f
     greedy = SamplingParams(max_tokens=8, temperature=0)
     before = await server.generate([1, 2, 3], greedy, "before")
     for level in server.capabilities().sleep_levels:
-        awake = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+        awake = free_bytes()
         start = time.perf_counter()
         await server.sleep(level)
         middle = time.perf_counter()
-        asleep = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+        asleep = free_bytes()
         resumed = time.perf_counter()
         await server.wake_up()
         end = time.perf_counter()
         if level == 2:
-            manifest, named = weights_of(model, server.policy_version + 1)
+            source = model.to(devices.pick_device()) if options.share_device else model
+            manifest, named = weights_of(source, server.policy_version + 1)
             await server.update_weights(manifest, named)
+            model.to(devices.HOST)
         after = await server.generate([1, 2, 3], greedy, f"after-{level}")
         freed |= {
             f"freed_bytes_{level}": asleep - awake,
@@ -135,6 +143,11 @@ async def sleep(server: SGLangServer, options: argparse.Namespace, model: Any, f
             f"same_{level}": after.token_ids == before.token_ids,
         }
     return freed
+
+
+def free_bytes() -> int:
+    """Of the device; 0 where there is none."""
+    return torch.accelerator.get_memory_info()[0] if torch.accelerator.is_available() else 0
 
 
 async def record(server: SGLangServer, options: argparse.Namespace, model: Any, folder: str) -> dict[str, Any]:
@@ -163,6 +176,7 @@ async def run(options: argparse.Namespace, folder: str) -> None:
         engine_args=json.loads(options.engine_args),
         environment={} if options.python_path is None else {"PYTHONPATH": options.python_path},
         launcher=options.launcher.split(),
+        share_device=options.share_device,
     )
     start = time.perf_counter()
     await server.start()
@@ -198,6 +212,7 @@ def main() -> None:
     parser.add_argument("--launcher", default="", help="a command instead of python -m sglang.launch_server")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--share-device", action="store_true", help="updates go from device to device")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)

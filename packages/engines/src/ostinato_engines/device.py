@@ -142,6 +142,11 @@ def shares_memory(device: "str | torch.device") -> bool:
     return device_kind(device) == "cuda"
 
 
+def unique_name(device: "str | torch.device") -> str:
+    """By which every process of this host finds a device that shares memory, whatever its index there."""
+    return str(_torch().cuda.get_device_properties(device).uuid)
+
+
 def export_memory(memory: "torch.Tensor") -> ExportedMemory:
     """What opens a tensor's memory elsewhere.
 
@@ -149,7 +154,7 @@ def export_memory(memory: "torch.Tensor") -> ExportedMemory:
         RuntimeError: The allocator in use cannot share it (expandable segments, for one).
     """
     _, *parts = memory.untyped_storage()._share_cuda_()
-    uuid = str(_torch().cuda.get_device_properties(memory.device).uuid)
+    uuid = unique_name(memory.device)
     return ExportedMemory(uuid, *parts)
 
 

@@ -21,6 +21,7 @@ from ostinato_engines.errors import (
 )
 from ostinato_engines.request import checked_prompt
 from ostinato_engines.server import AsyncServerBase, ChatCodec
+from ostinato_engines.sglang_engine.device_weights import DeviceWeights
 from ostinato_engines.sglang_engine.launch import LaunchOptions
 from ostinato_engines.sglang_engine.running import CHAT
 from ostinato_engines.sglang_engine.staging import staged_weights
@@ -59,6 +60,7 @@ class SGLangServer(AsyncServerBase):
         enforce_eager: Starts faster and runs slower: no graphs are captured.
         seed: Of what is sampled by requests that bring no seed.
         cast_weights: Accepts weight updates in another floating-point type, rounded to `dtype`.
+        share_device: Weight updates lie on a device that SGLang sees, too, and go from there to its own memory.
         chat_codec: Renders and parses for `chat_completion`, instead of SGLang's endpoint.
         engine_args: More of SGLang's arguments by name; `python -m sglang.launch_server --help` lists them.
         environment: Variables of SGLang's processes beside those of this one.
@@ -80,6 +82,7 @@ class SGLangServer(AsyncServerBase):
         enforce_eager: bool = False,
         seed: int = 0,
         cast_weights: bool = False,
+        share_device: bool = False,
         chat_codec: ChatCodec | None = None,
         engine_args: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
@@ -103,6 +106,7 @@ class SGLangServer(AsyncServerBase):
             environment=dict(environment or {}),
             more=dict(engine_args or {}),
         )
+        self._share_device = share_device
         self._start_timeout_s = start_timeout_s
         self._codec = chat_codec
         self._random = random.Random(seed)
@@ -324,8 +328,8 @@ class SGLangServer(AsyncServerBase):
         """Replaces the weights; requests in flight are computed anew under the new ones and go on.
 
         The stream is written to a file in the host's memory while sampling goes on, and loaded from there while nothing is
-        computed; names, shapes and types are the checkpoint's. See `AsyncServerBase.update_weights` for what a failure
-        means.
+        computed; with `share_device` it is copied from device to device. Names, shapes and types are the checkpoint's. See
+        `AsyncServerBase.update_weights` for what a failure means.
         """
         engine, traffic = self._started()
         engine.check_manifest(manifest)
@@ -334,10 +338,18 @@ class SGLangServer(AsyncServerBase):
             if "weights" in self._status.asleep:
                 raise EngineNotReadyError("weights must be awake, are asleep; call wake_up(['weights']) first")
             try:
-                async with staged_weights(manifest, weights) as folder:
+                if self._share_device:
                     traffic.holding = True
                     await traffic.clear(Halt.INTERRUPT)
-                    await engine.running.load_weights(str(folder), manifest.version)
+                    ranks = self._options.tensor_parallel_size
+                    await engine.running.take_weights(
+                        DeviceWeights(manifest, weights), manifest.version, num_ranks=ranks
+                    )
+                else:
+                    async with staged_weights(manifest, weights) as folder:
+                        traffic.holding = True
+                        await traffic.clear(Halt.INTERRUPT)
+                        await engine.running.load_weights(str(folder), manifest.version)
             except BaseException as error:
                 self._status.stale = True
                 traffic.fail_all(

@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from ostinato_engines.errors import EngineCrashedError, EngineInputError, UnsupportedError, WeightUpdateError
+from ostinato_engines.sglang_engine.device_weights import DeviceWeights, payload
 from ostinato_engines.sglang_engine.http import LocalClient, Reply
 from ostinato_engines.sglang_engine.launch import BACKEND
 from ostinato_engines.sglang_engine.protocol import Generated, ModelInfo, ServerInfo, Updated
@@ -164,6 +165,26 @@ class RunningEngine:
         reply = await self.client.post("/update_weights_from_disk", body, timeout_s=_LOAD_S)
         if not reply.is_success or not _decoded(reply, Updated).success:
             raise WeightUpdateError(f"sglang must take the weights, got {reply.text}; send a complete update")
+
+    async def take_weights(self, weights: DeviceWeights, version: int, *, num_ranks: int) -> None:
+        """New weights out of the memory of a device that SGLang sees, too.
+
+        Raises:
+            WeightUpdateError: The stream failed, or SGLang did not take it.
+        """
+        bucket = await weights.next_bucket()
+        while bucket is not None:
+            body: dict[str, Any] = {
+                # Each rank counts for itself that it has let go of the memory.
+                "serialized_named_tensors": [payload(bucket) for _ in range(num_ranks)],
+                "weight_version": str(version),
+                "flush_cache": False,
+            }
+            reply = await self.client.post("/update_weights_from_tensor", body, timeout_s=_LOAD_S)
+            if not reply.is_success or not _decoded(reply, Updated).success:
+                raise WeightUpdateError(f"sglang must take the weights, got {reply.text}; send a complete update")
+            bucket = await weights.next_bucket()
+        await self.drop_cache()
 
     async def _call(self, path: str, body: dict[str, Any]) -> None:
         reply = await self.client.post(path, body, timeout_s=_CALL_S)
