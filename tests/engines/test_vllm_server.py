@@ -329,12 +329,36 @@ async def test_the_last_check(server):
     assert (await server.health()).state is EngineState.CLOSED
 
 
-async def test_a_dead_engine(checkpoint):
-    """Where vLLM's processes die, everything in flight fails with the cause, and so does whatever comes later."""
-    server = VLLMServer(checkpoint, **OPTIONS)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cramped(checkpoint):
+    """An engine whose cache holds three of the longest requests."""
     before = set(multiprocessing.active_children())
+    engine_args = {**OPTIONS["engine_args"], "num_gpu_blocks_override": 30}
+    server = VLLMServer(checkpoint, **{**OPTIONS, "max_model_len": 320, "engine_args": engine_args})
     await server.start()
     (process,) = set(multiprocessing.active_children()) - before
+    yield server, process
+    await server.shutdown()
+
+
+async def test_requests_that_lose_their_place(cramped):
+    """Where the cache is too small for all, some are computed anew: their tokens and logprobs are those of undisturbed ones."""
+    server, _ = cramped
+    asked = SamplingParams(max_tokens=250, temperature=0)
+    prompts = [[50 + index, 7, 8] for index in range(8)]
+    alone = [await server.generate(prompt, asked, "alone") for prompt in prompts]
+    await server.reset_prefix_cache()
+    together = await asyncio.gather(
+        *(server.generate(prompt, asked, f"crowd-{index}") for index, prompt in enumerate(prompts))
+    )
+    for one, other in zip(alone, together, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+async def test_a_dead_engine(cramped):
+    """Where vLLM's processes die, everything in flight fails with the cause, and so does whatever comes later."""
+    server, process = cramped
     tasks = [
         asyncio.ensure_future(server.generate([1, 2, 3], {"max_tokens": 200}, f"doomed-{index}")) for index in range(8)
     ]
@@ -346,7 +370,13 @@ async def test_a_dead_engine(checkpoint):
     assert (await server.health()).state is EngineState.FAILED
     with pytest.raises(EngineCrashedError):
         await server.generate([1, 2, 3], {"max_tokens": 2}, "late")
-    await server.shutdown()
+
+
+async def test_a_dead_engine_answers_no_order(cramped):
+    """What waits for a reply of processes that are gone is told so, and does not wait for ever."""
+    server, _ = cramped
+    with pytest.raises(EngineCrashedError, match="processes are gone"):
+        await asyncio.wait_for(server._engine.pause(PauseMode.KEEP), 30)
 
 
 async def test_a_vllm_whose_scheduler_is_another(checkpoint, monkeypatch):
