@@ -133,9 +133,8 @@ def test_garbage_is_answered_and_ends_nothing(messages, as_caller):
         (generate([1, 2])[0],),
         (*generate([1, 2]), b"more"),
         (wire.Ping(), b"more"),
-        (HELLO,),
     ],
-    ids=["hash", "length", "bytes", "no ids", "frames", "ping", "hello twice"],
+    ids=["hash", "length", "bytes", "no ids", "frames", "ping"],
 )
 async def test_a_message_that_cannot_be_served_ends_its_connection(dial, frames):
     """The sender is told, and what it had is freed; it may come again."""
@@ -241,6 +240,47 @@ async def test_an_answer_of_another_kind_is_an_error():
     await socket.send_multipart([identity, wire.encode(wire.Answer(call.number, 0, wire.encode_raw([1])))])
     with pytest.raises(ReplicaLostError, match="start must be answered with Description"):
         await starting
+    await remote.disconnect()
+    socket.close(linger=0)
+
+
+async def test_a_hello_that_is_lost_is_said_again():
+    """A service that takes a hello with it as it ends does not keep its successor from being found."""
+    context = zmq.asyncio.Context.instance()
+    socket = context.socket(zmq.ROUTER)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    remote = RemoteServer(f"tcp://127.0.0.1:{port}")
+    starting = asyncio.ensure_future(remote.start())
+    identity, first = await socket.recv_multipart()
+    again = await socket.recv_multipart()
+    assert again == [identity, first]
+    remote._link = None
+    await remote.disconnect()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    socket.close(linger=0)
+    async with ReplicaService(scripted()) as replica:
+        other = RemoteServer(replica.address)
+        await other.start()
+        other._link._send(HELLO)
+        assert (await other.health()).ready
+        await other.disconnect()
+
+
+async def test_a_service_that_ends_as_it_welcomes_is_lost():
+    """A connection that is lost between its welcome and its first call fails that call instead of waiting for ever."""
+    context = zmq.asyncio.Context.instance()
+    socket = context.socket(zmq.ROUTER)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    remote = RemoteServer(f"tcp://127.0.0.1:{port}")
+    starting = asyncio.ensure_future(remote.start())
+    identity, _ = await socket.recv_multipart()
+    for reply in (wire.Welcome(1.0), wire.Closing()):
+        await socket.send_multipart([identity, wire.encode(reply)])
+    with pytest.raises(ReplicaLostError, match="got its end"):
+        async with asyncio.timeout(20):
+            await starting
+    assert remote.num_waiting == 0
     await remote.disconnect()
     socket.close(linger=0)
 

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_HELLO_S = 0.5
+
 
 class TransportStats(msgspec.Struct):
     """What a remote server has sent, over all its connections."""
@@ -120,10 +122,10 @@ class Link:
             ReplicaLostError: Nobody answers, or refuses.
         """
         name = f"process {os.getpid()} of {socket.gethostname()}"
-        self._send(wire.Hello(wire.PROTOCOL, wire.proof_of(self._options.key), name))
+        hello = wire.Hello(wire.PROTOCOL, wire.proof_of(self._options.key), name)
         try:
             async with asyncio.timeout(timeout_s):
-                welcome = await self._welcome
+                welcome = await self._say_until_welcome(hello)
         except TimeoutError as error:
             lost = ReplicaLostError(
                 f"replica at {self._options.address} must answer within {timeout_s:g} s, got nothing; "
@@ -133,6 +135,13 @@ class Link:
             raise lost from error
         self._interval_s = min(self._interval_s, welcome.silence_s / wire.TICKS)
         self._tick()
+
+    async def _say_until_welcome(self, hello: wire.Hello) -> wire.Welcome:
+        """Says hello until somebody answers: a service that was about to end may have taken the first one with it."""
+        while not self._welcome.done():
+            self._send(hello)
+            await asyncio.wait([self._welcome], timeout=min(self._interval_s, _HELLO_S))
+        return await self._welcome
 
     # Calls
 
@@ -149,10 +158,8 @@ class Link:
                 f"request_id must not be in flight, got {request_id!r}; await its turn, or use another id per sample"
             )
         length = len(prompt) // ID_BYTES
-        call = _Waiting(f"generate of request {request_id!r} ({length} prompt tokens)")
-        number = next(self._numbers)
+        number, call = self._enter(f"generate of request {request_id!r} ({length} prompt tokens)")
         self._talking.add(request_id)
-        self._waiting[number] = call
         try:
             with prompt:
                 kept = self._send_prompt(prompt, params, request_id, number)
@@ -204,9 +211,7 @@ class Link:
         except TypeError as error:
             raise EngineInputError(f"{method} must get plain values, got {error}; they cross a process") from error
         self._check_size(len(bytes(raw)))
-        call = _Waiting(method)
-        number = next(self._numbers)
-        self._waiting[number] = call
+        number, call = self._enter(method)
         try:
             self._send(wire.Call(number, method, raw))
             return wire.decode_raw(await call.answer, kind)
@@ -217,6 +222,14 @@ class Link:
             ) from error
         finally:
             self._leave(number)
+
+    def _enter(self, what: str) -> tuple[int, _Waiting]:
+        """A call begins, unless the connection has been lost since it was chosen."""
+        if self.lost is not None:
+            raise type(self.lost)(str(self.lost))
+        number, call = next(self._numbers), _Waiting(what)
+        self._waiting[number] = call
+        return number, call
 
     def _leave(self, number: int) -> None:
         """The caller goes, answered or not; a call without an answer is cancelled."""

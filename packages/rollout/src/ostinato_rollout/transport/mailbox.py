@@ -51,14 +51,14 @@ class Mailbox:
 
     def send(self, frames: Sequence[bytes | memoryview]) -> bool:
         """Sends a message; whether there was somebody to take it."""
+        # The file of a socket tells of an arrival once, and sending, or trying to, may have taken note of it.
+        self._drain_soon()
         try:
             self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
             return False
-        # The file of a socket tells of an arrival once, and sending may have taken note of it.
-        self._drain_soon()
         return True
 
     def drain(self) -> None:

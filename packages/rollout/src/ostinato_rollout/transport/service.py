@@ -204,7 +204,7 @@ class ReplicaService:
             case wire.Goodbye():
                 self._part_from(caller)
             case wire.Hello():
-                raise ValueError("Hello is said once")
+                self._send(caller.identity, wire.Welcome(self._silence_s))
 
     def _send(self, identity: bytes, message: wire.Reply) -> None:
         frame = wire.encode(message)

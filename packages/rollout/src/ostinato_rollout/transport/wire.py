@@ -33,7 +33,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=str.lower):
 
 
 class Hello(_Message, frozen=True):
-    """The first message of a connection; all others are for those who said it."""
+    """The first message of a connection, said until it is answered; all others are for those who said it."""
 
     protocol: int
     proof: bytes
