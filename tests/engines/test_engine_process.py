@@ -180,8 +180,10 @@ async def test_a_killed_process(echo):
     os.kill(server._process.pid, signal.SIGKILL)
     with pytest.raises(EngineCrashedError, match="the process is gone"):
         await task
+    folder = server._folder
+    assert folder.is_dir()
     await server.shutdown()
-    assert not server._folder.exists()
+    assert not folder.exists()
 
 
 async def test_shutdown_ends_what_is_in_flight(echo):
@@ -253,8 +255,10 @@ async def test_a_long_path_of_temporary_files(echo, monkeypatch, tmp_path):
     server = EngineProcess(echo, "model")
     async with server:
         assert (await server.generate([1], {}, "a")).token_ids == [1]
+        folder = server._folder
+        assert not folder.is_relative_to(deep)
     assert not list(deep.iterdir())
-    assert not server._folder.exists()
+    assert not folder.exists()
 
 
 async def test_what_the_environment_lacks_is_told_with_its_interpreter(tmp_path):
@@ -273,6 +277,19 @@ async def test_what_the_environment_lacks_is_told_with_its_interpreter(tmp_path)
         ):
             await server.start()
         await server.shutdown()
+
+
+async def test_nothing_is_left_of_a_server_that_did_not_start(echo, monkeypatch, tmp_path):
+    """One that is never started makes no folder, one that fails to start removes its own, and can be tried again."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    server = EngineProcess(echo, "model", settings={"fail": "exit"})
+    for _ in range(2):
+        assert not list((tmp_path / "temporary").iterdir())
+        with pytest.raises(EngineStartError, match="no room for this model"):
+            await server.start()
+    assert not list((tmp_path / "temporary").iterdir())
+    await server.shutdown()
 
 
 async def test_a_start_has_a_deadline(echo):

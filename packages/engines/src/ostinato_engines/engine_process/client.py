@@ -92,9 +92,8 @@ class EngineProcess(ForwardingServer):
         self._start_timeout_s = start_timeout_s
         self._status = EngineStatus()
         self._starting = asyncio.Lock()
-        self._folder = new_socket_folder("ostinato-engine-")
-        self._log_path = self._folder / "log" if log_path is None else Path(log_path)
-        self._is_log_kept = log_path is not None
+        self._folder: Path | None = None
+        self._kept_log = None if log_path is None else Path(log_path)
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -124,7 +123,9 @@ class EngineProcess(ForwardingServer):
             except BaseException as error:
                 is_gone = self._reading is not None and self._reading.done()
                 await self._end_process()
-                if (explained := self._start_error(error, is_gone=is_gone)) is not None:
+                explained = self._start_error(error, is_gone=is_gone)
+                self._remove_folder()
+                if explained is not None:
                     raise explained from error
                 raise
             self._capabilities = built.capabilities
@@ -157,11 +158,11 @@ class EngineProcess(ForwardingServer):
             if not connected.done():
                 connected.set_result((reader, writer))
 
+        self._folder = new_socket_folder("ostinato-engine-")
         path = self._folder / "socket"
-        path.unlink(missing_ok=True)
         listener = await asyncio.start_unix_server(meet, path)
         try:
-            with self._open_log() as log:
+            with self._open_log(self._kept_log or self._folder / "log") as log:
                 self._process = await asyncio.create_subprocess_exec(
                     *(self._python, "-m", "ostinato_engines.engine_process", str(path)),
                     stdin=asyncio.subprocess.DEVNULL,
@@ -188,13 +189,14 @@ class EngineProcess(ForwardingServer):
         await self._check_hello(reader)
         self._reading = asyncio.ensure_future(self._read(reader))
 
-    def _open_log(self) -> IO[bytes]:
+    @staticmethod
+    def _open_log(path: Path) -> IO[bytes]:
         try:
-            self._log_path.parent.mkdir(parents=True, exist_ok=True)
-            return self._log_path.open("wb")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return path.open("wb")
         except OSError as error:
             raise EngineStartError(
-                f"log_path must be a file that can be written, got {self._log_path} ({error}); choose another"
+                f"log_path must be a file that can be written, got {path} ({error}); choose another"
             ) from error
 
     def _install_hint(self) -> EngineError:
@@ -222,7 +224,7 @@ class EngineProcess(ForwardingServer):
                 async with asyncio.timeout(_END_S):
                     await self._call("shutdown", None, object)
         await self._end_process()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
 
     async def _end_process(self) -> None:
         """Closes the connection, on which the process ends by itself, or is ended."""
@@ -344,15 +346,22 @@ class EngineProcess(ForwardingServer):
 
     @property
     def _where_log_is(self) -> str:
-        return f"\nthe whole log is in {self._log_path}" if self._is_log_kept else ""
+        return "" if self._kept_log is None else f"\nthe whole log is in {self._kept_log}"
 
     def _log_tail(self) -> str:
         """The end of what the process printed."""
-        if not self._log_path.is_file():
+        path = self._kept_log or (self._folder and self._folder / "log")
+        if path is None or not path.is_file():
             return ""
-        with self._log_path.open("rb") as file:
-            file.seek(max(0, self._log_path.stat().st_size - _TAIL_BYTES))
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             return file.read().decode(errors="replace")
+
+    def _remove_folder(self) -> None:
+        """Of the socket, and of a log that is not to be kept."""
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _environment_for(python: str) -> dict[str, str]:
