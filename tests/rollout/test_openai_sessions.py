@@ -198,12 +198,12 @@ async def test_the_same_request_again_after_a_failure_goes_on():
 
 
 async def test_a_conversation_in_which_nothing_was_sampled_is_dropped():
-    """A first turn that fails leaves neither a conversation nor an empty segment."""
+    """A first turn that fails leaves neither a conversation nor a session nor an empty segment."""
     talk = Talk([EngineNotReadyError("asleep"), EngineNotReadyError("asleep"), spelled("a")])
     for session in (None, "s"):
         with pytest.raises(ReplicaError):
             await talk.ask([USER], session=session)
-    assert talk.store.num_open == 0
+    assert talk.store.num_open == len(talk.store) == 0
     assert len(talk.server.released) == 2
     await talk.ask([USER], session="s")
     assert len(await talk.store.take("s")) == 1
@@ -294,6 +294,28 @@ async def test_what_is_idle_expires(monkeypatch, caplog):
     await asking
     await talk.store.close()
     assert len(talk.server.released) == 3
+    talk.must_be_free()
+
+
+async def test_closing_goes_on_where_who_waits_for_it_leaves():
+    """A request that is cancelled while an idle conversation is closed on its behalf does not keep that from being freed."""
+    talk = Talk(lambda _: spelled("x"), max_unnamed=1)
+    gate, waits, release = asyncio.Event(), asyncio.Event(), talk.server.release
+
+    async def slow_release(request_id):
+        waits.set()
+        await gate.wait()
+        await release(request_id)
+
+    talk.server.release = slow_release
+    await talk.ask([USER])
+    asking = asyncio.create_task(talk.ask([{"role": "user", "content": "Another."}]))
+    await waits.wait()
+    asking.cancel()
+    await asyncio.wait([asking])
+    gate.set()
+    await talk.store.close()
+    assert sorted(talk.server.released) == sorted(each.request_id for each in talk.server.requests)
     talk.must_be_free()
 
 

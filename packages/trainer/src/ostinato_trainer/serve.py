@@ -22,9 +22,9 @@ from rich.console import Console
 from ostinato_engines import AsyncServerBase
 from ostinato_engines.engine_process import EngineProcess
 from ostinato_engines.loading import construct_server, engine_class
-from ostinato_rollout import ServerPool
+from ostinato_rollout import ServerPool, SessionConfig
 from ostinato_rollout.openai_app import OpenAIApp, serving
-from ostinato_tokenization import ChatTokenizer, ContinuousTokens
+from ostinato_tokenization import ChatTokenizer, ContinuousTokens, SanityCheckMode
 from ostinato_tools import ToolParser, UnknownParserError, get_parser, parser_for
 from ostinato_trainer.chat import chat_tokenizer, find_model
 from ostinato_trainer.interrupts import run_interruptibly
@@ -62,7 +62,12 @@ def run_serve(path: Path, settings: ServeSettings, *, console: Console) -> None:
     parser = _parser(tool_format, tokenizer, console)
     name = settings.model_name or _name_of(model_path)
     pool = ServerPool([_engine(model_path, settings)])
-    app = OpenAIApp(pool, ContinuousTokens(tokenizer), model=name, parser=parser, api_key=settings.api_key)
+    tokens = ContinuousTokens(
+        tokenizer, template_kwargs=None if run_config is None else run_config.data.apply_chat_template_kwargs
+    )
+    # Nobody trains on what is served here, so nobody wants it compared with what a template would write.
+    config = SessionConfig(tokenization_sanity_check_mode=SanityCheckMode.DISABLE)
+    app = OpenAIApp(pool, tokens, model=name, parser=parser, config=config, api_key=settings.api_key)
     is_up = threading.Event()
     with _terminated_as_interrupted():
         try:

@@ -32,7 +32,7 @@ class Conversation:
     def __init__(self, chat: ChatSession, tools: bytes) -> None:
         self.chat = chat
         self.tools = tools
-        """Digest of the tools that the model was shown."""
+        """The tools that the model was shown, as JSON."""
         self.head = START
         """Digest of the history so far."""
         self.reasoning: dict[int, str | None] = {}
@@ -85,6 +85,7 @@ class SessionStore:
         self._open_chat, self._limits = open_chat, limits
         self._named: dict[str, _Session] = {}
         self._unnamed = _Session()
+        self._closing: set[asyncio.Task[None]] = set()
         self.num_expired = 0
         """Named sessions that ended because nobody used them."""
         self.num_begun = 0
@@ -125,11 +126,11 @@ class SessionStore:
             ApiError: 503 where there are too many sessions, 400 where one holds too many conversations.
             RolloutError: What `ChatSession.extend` raises.
         """
+        shown = msgspec.json.encode(list(tools))
         session = self._session(name)
-        digest = msgspec.json.encode(list(tools))
-        conversation = None if anew else self._find(session, messages, digest)
+        conversation = None if anew else self._find(session, messages, shown)
         if conversation is None:
-            conversation = self._begin(session, name, tools, digest)
+            conversation = self._begin(session, name, tools, shown)
         else:
             self.num_continued += 1
         task = asyncio.current_task()
@@ -147,7 +148,7 @@ class SessionStore:
             session.requests.discard(task)
             session.last_used = conversation.last_used = time.monotonic()
             session.open.append(session.open.pop(session.open.index(conversation)))
-            await self._tidy(session, conversation, named=name is not None)
+            await self._tidy(session, conversation, name)
 
     async def take(self, name: str) -> tuple[ChatSession, ...]:
         """End a session and return its conversations in which something was sampled, closed, in the order in which they
@@ -159,30 +160,30 @@ class SessionStore:
         session = self._named.pop(name, None)
         if session is None:
             raise UnknownSessionError(
-                f"session must be known, got {name!r}; it was never used, has ended, or was idle for"
+                f"session must be known, got {name!r}; nothing was sampled in it, it has ended, or was idle for"
                 f" {self._limits.idle_timeout_s:g} s"
             )
-        await _end(session)
+        await self._end(session)
         return tuple(chat for chat in session.order if _has_sampled(chat))
 
     async def expire(self) -> None:
         """End what was idle for too long."""
         bound = time.monotonic() - self._limits.idle_timeout_s
-        idle = [name for name, each in self._named.items() if each.last_used < bound and not each.requests]
-        for name in idle:
+        for name in [name for name, each in self._named.items() if each.last_used < bound and not each.requests]:
             chats = await self.take(name)
             self.num_expired += 1
             logger.warning("session %r was idle; what was sampled in %d conversations is gone", name, len(chats))
-        for conversation in [each for each in self._unnamed.open if each.last_used < bound and not each.busy]:
-            self._unnamed.open.remove(conversation)
-            await conversation.chat.close()
+        idle = [each for each in self._unnamed.open if each.last_used < bound and not each.busy]
+        await self._let_go(self._unnamed, idle)
 
     async def close(self) -> None:
         """End everything; requests that are under way are cancelled."""
         sessions = [*self._named.values(), self._unnamed]
         self._named, self._unnamed = {}, _Session()
         for session in sessions:
-            await _end(session)
+            await self._end(session)
+        if self._closing:
+            await asyncio.wait(self._closing)
 
     def _session(self, name: str | None) -> _Session:
         if name is None:
@@ -195,59 +196,74 @@ class SessionStore:
                     status=503,
                     code="too_many_sessions",
                 )
-            session = self._named[name] = _Session()
-        session.last_used = time.monotonic()
+            session = _Session()
         return session
 
-    def _find(self, session: _Session, messages: Sequence[dict], tools: bytes) -> Conversation | None:
+    def _find(self, session: _Session, messages: Sequence[dict], shown: bytes) -> Conversation | None:
         """Return the conversation that has seen most of `messages`, all that it has seen being in them."""
         places = {digest: place for place, digest in enumerate(digests(messages), 1)}
         fitting = [
             conversation
             for conversation in session.open
             if not conversation.busy
-            and conversation.tools == tools
+            and conversation.tools == shown
             and places.get(conversation.head) == conversation.num_seen
             and conversation.goes_on_in(messages)
         ]
         return max(fitting, key=lambda conversation: conversation.num_seen, default=None)
 
-    def _begin(self, session: _Session, name: str | None, tools: Sequence[dict], digest: bytes) -> Conversation:
+    def _begin(self, session: _Session, name: str | None, tools: Sequence[dict], shown: bytes) -> Conversation:
         if name is not None and len(session.order) >= self._limits.max_segments:
             raise ApiError(
                 f"a session must hold at most {self._limits.max_segments} conversations, got another history in {name!r};"
                 " continue one of them, or use another session",
                 code="too_many_segments",
             )
-        conversation = Conversation(self._open_chat(name, tools), digest)
+        conversation = Conversation(self._open_chat(name, tools), shown)
         session.open.append(conversation)
         if name is not None:
             session.order.append(conversation.chat)
+            self._named[name] = session
         self.num_begun += 1
         return conversation
 
-    async def _tidy(self, session: _Session, conversation: Conversation, *, named: bool) -> None:
+    async def _tidy(self, session: _Session, conversation: Conversation, name: str | None) -> None:
         """Let go of a conversation in which nothing was sampled, and of the longest idle ones where there are too many."""
-        leaving = [] if _has_sampled(conversation.chat) else [conversation]
-        bound = self._limits.max_open if named else self._limits.max_unnamed
+        is_empty = not _has_sampled(conversation.chat)
+        leaving = [conversation] if is_empty else []
+        bound = self._limits.max_unnamed if name is None else self._limits.max_open
         idle = [each for each in session.open if not each.busy and each not in leaving]
         leaving += idle[: max(0, len(session.open) - len(leaving) - bound)]
-        for each in leaving:
-            session.open.remove(each)
-            if named and not _has_sampled(each.chat):
-                session.order.remove(each.chat)
-        for each in leaving:
-            await each.chat.close()
+        if name is not None and is_empty:
+            session.order.remove(conversation.chat)
+            if not session.order and self._named.get(name) is session:
+                del self._named[name]
+        await self._let_go(session, leaving)
 
+    async def _end(self, session: _Session) -> None:
+        """Cancel what is under way in a session and close its conversations."""
+        for task in session.requests:
+            task.cancel()
+        if session.requests:
+            await asyncio.wait(session.requests)
+        await self._let_go(session, list(session.open))
 
-async def _end(session: _Session) -> None:
-    """Cancel what is under way in a session and close its conversations."""
-    for task in session.requests:
-        task.cancel()
-    if session.requests:
-        await asyncio.wait(session.requests)
-    while session.open:
-        await session.open.pop().chat.close()
+    async def _let_go(self, session: _Session, conversations: Sequence[Conversation]) -> None:
+        """Close conversations, to the end even where who waits for it is cancelled."""
+        tasks = []
+        for conversation in conversations:
+            session.open.remove(conversation)
+            task = asyncio.create_task(conversation.chat.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closed)
+            tasks.append(task)
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _closed(self, task: asyncio.Task[None]) -> None:
+        self._closing.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a conversation could not be closed", exc_info=error)
 
 
 def _has_sampled(chat: ChatSession) -> bool:

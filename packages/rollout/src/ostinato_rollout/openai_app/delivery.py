@@ -122,7 +122,12 @@ class TurnResponse(Response, Generic[T]):
 
     def _respond(self, working: asyncio.Future[T]) -> Response:
         error = _error_of(working)
-        return json_response(self._whole(working.result())) if error is None else error_response(told(error))
+        if error is None:
+            try:
+                return json_response(self._whole(working.result()))
+            except Exception as failed:  # the last place where it can be told
+                error = failed
+        return error_response(told(error))
 
     async def _stream(
         self, events: Callable[[T], Iterable[Any]], working: asyncio.Future[T], gone: asyncio.Future[None], send: Send
