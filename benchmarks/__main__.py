@@ -13,6 +13,7 @@ NOT_BENCHMARKS = {
     "matrix_templates",
     "tokenization_peer",
     "tool_turns",
+    "transport_peer",
 }
 
 RUN_BY_ENGINES = {"sglang_server", "vllm_server"}
