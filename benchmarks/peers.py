@@ -16,7 +16,7 @@ HOME = Path(__file__).resolve().parent.parent / ".venv-peers"
 PEERS = {
     "trl": ("trl==1.16.0",),
     "renderers": ("renderers[transformers]==0.1.12", "httpx"),
-    "verl": ("verl==0.9.1",),
+    "verl": ("verl==0.9.1", "cachetools", "fastapi", "uvicorn"),
 }
 CONSTRAINTS = ("torch==2.13.*",)
 
