@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from array import array
 from contextlib import asynccontextmanager
+from importlib.metadata import metadata
+from pathlib import Path
 
 import pytest
 
@@ -369,6 +372,38 @@ async def test_a_session_over_a_pool_sends_its_history_once(tokenizer, sampled):
         assert (replica.num_conversations, remote.num_kept) == (0, 0)
         await pool.shutdown()
         await asyncio.wait_for(replica.wait_closed(), 20)
+
+
+async def test_a_turn_on_a_lost_replica_begins_again_on_another():
+    """A client over two replicas takes the one that went out of service, and its caller gets an answer all the same."""
+    servers = Watched(), Watched()
+    for server in servers:
+        server.gate.clear()
+    async with ReplicaService(servers[0]) as first, ReplicaService(servers[1]) as second:
+        remotes = [RemoteServer(replica.address, silence_s=0.5) for replica in (first, second)]
+        await asyncio.gather(*(remote.start() for remote in remotes))
+        client = LLMServerClient(remotes)
+        task = asyncio.ensure_future(client.generate("talk", [1, 2, 3], PARAMS))
+        await until(lambda: servers[0].running or servers[1].running)
+        lost = 0 if servers[0].running else 1
+        servers[1 - lost].gate.set()
+        await (first, second)[lost].close()
+        assert (await task).token_ids == [3, 7]
+        assert client.num_in_flight == {1 - lost: 0}
+        await client.release("talk")
+        for remote in remotes:
+            await remote.disconnect()
+
+
+README = Path(__file__).parents[2] / "packages" / "rollout" / "README.md"
+
+
+def test_the_example_of_the_readme_runs():
+    """The README's block about other processes runs as it is written, its assertions included."""
+    text = README.read_text() if README.exists() else str(metadata("ostinato-rollout").get_payload())
+    blocks = re.findall(r"```py\n(.*?)```", text, re.DOTALL)
+    (example,) = [block for block in blocks if "ostinato_rollout.transport" in block]
+    exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
 
 
 # Cancelling, aborting, ending
