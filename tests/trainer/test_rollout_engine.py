@@ -2,15 +2,19 @@
 
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from ostinato_engines import EngineLoadError
 from ostinato_engines.engine_process import EngineProcess
 from ostinato_engines.loading import ENGINES
+from ostinato_engines.sglang_server import SGLangServer
 from ostinato_engines.transformers_server import TransformersServer
 from ostinato_engines.vllm_server import VLLMServer
+from ostinato_trainer.config import Config
 from ostinato_trainer.config_loading import load_config
+from ostinato_trainer.config_schema import schema_keys
 from ostinato_trainer.rollout_engine import ENGINE_LOG, build_server
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -35,6 +39,12 @@ def own(tmp_path: Path) -> tuple[str, str]:
     (tmp_path / "own.py").write_text(SERVER)
     prefix = f"{ROLLOUT}.agent.custom_async_server"
     return f"{prefix}.path={tmp_path / 'own.py'}", f"{prefix}.name=Own"
+
+
+def test_every_name_of_an_engine_has_an_adapter() -> None:
+    """What the key may say is what the engines package knows."""
+    names = schema_keys(Config)[f"{ROLLOUT}.name"].type
+    assert set(get_args(names)) == set(ENGINES)
 
 
 def test_the_embedded_engine_is_the_default() -> None:
@@ -72,16 +82,14 @@ def test_every_key_reaches_vllm() -> None:
 
 def test_an_engine_that_starts_its_own_process_gets_the_interpreter() -> None:
     """A class that takes an interpreter is not put into a process of ours: it is told which one to start."""
-    if "sglang" not in ENGINES:
-        pytest.skip("sglang has no adapter")
     keys = (
         f"{ROLLOUT}.name=sglang",
         f"{ROLLOUT}.engine_python=/envs/sglang/bin/python",
         f"{ROLLOUT}.enforce_eager=true",
     )
     server = build_server(load_config([], [*BASE, *keys, f"{ROLLOUT}.engine_kwargs.sglang.log_level=info"]))
-    assert not isinstance(server, EngineProcess)
-    options = server._options  # type: ignore[attr-defined]
+    assert isinstance(server, SGLangServer)
+    options = server._options
     assert (options.python, options.enforce_eager, options.cast_weights) == ("/envs/sglang/bin/python", True, True)
     assert dict(options.more) == {"log_level": "info"}
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 from ostinato_engines import AsyncServerBase
 from ostinato_engines.device import pick_device
 from ostinato_engines.engine_process import EngineProcess
-from ostinato_engines.loading import ENGINES, construct_server, engine_class, load_server_class, names_not_taken
+from ostinato_engines.loading import construct_server, engine_class, load_server_class, names_not_taken
 from ostinato_trainer.config import Config, RolloutConfig
 
 __all__ = ["ENGINE_LOG", "build_server", "engine_problems"]
@@ -63,21 +63,14 @@ def engine_problems(config: Config) -> list[str]:
     problems = _process_problems(rollout)
     if rollout.agent.custom_async_server.path is not None:
         return problems  # what its class takes is asked when it is made
-    if rollout.name not in ENGINES:
-        problems.append(
-            f"{_ROLLOUT}.name must be one of {', '.join(ENGINES)} to run in this version, got {rollout.name}: it has no "
-            f"adapter yet; write {_ROLLOUT}.name=transformers, or bring your own by {_ROLLOUT}.agent.custom_async_server.path"
-        )
-        return problems
     if rollout.engine_python is None and importlib.util.find_spec(rollout.name) is None:
         problems.append(
             f"{_ROLLOUT}.name must be an engine that is installed, got {rollout.name}, which is not in this environment; "
             f"write {_ROLLOUT}.engine_python=PATH of the interpreter of an environment that has it"
         )
-    wanted = [
-        *_chosen(rollout),
-        *([("full_determinism", "full_determinism", True)] if rollout.full_determinism else []),
-    ]
+    wanted = _chosen(rollout)
+    if rollout.full_determinism:
+        wanted.append(("full_determinism", "full_determinism", True))
     not_taken = names_not_taken(engine_class(rollout.name), [parameter for _, parameter, _ in wanted])
     problems += [
         f"{_ROLLOUT}.{key} must be left out, since {rollout.name} does not read it, got {value}; "
