@@ -317,12 +317,12 @@ async def test_a_deadline_is_504(openai_app, ask):
 
 
 async def test_more_than_can_be_under_way_is_503(openai_app, ask):
-    """Beyond the bound a request is sent away with Retry-After, and those under way are answered."""
+    """Beyond the bound, which counts samples, a request is sent away with Retry-After, and those under way are answered."""
     gate = asyncio.Event()
     options = {"gate": gate}
-    async with openai_app([HELLO, HELLO], pool_options=options, limits=AppLimits(max_in_flight=1)) as (url, app, _):
-        first = asyncio.create_task(ask(url, CHAT, request()))
-        await until(lambda: app.num_in_flight == 1)
+    async with openai_app([HELLO, HELLO], pool_options=options, limits=AppLimits(max_in_flight=2)) as (url, app, _):
+        first = asyncio.create_task(ask(url, CHAT, request(n=2)))
+        await until(lambda: app.num_in_flight == 2)
         status, headers, body = await ask(url, CHAT, request())
         assert (status, error_of(body)["type"]) == (503, "overloaded_error")
         assert int(headers["retry-after"]) > 0
@@ -544,6 +544,47 @@ async def test_control_tokens_in_texts_stay_text(openai_app, ask, tokenizer, tex
     control = {tokenizer.token_id(name) for name in names}
     hostile, harmless = ([each for each in sent.prompt_ids if each in control] for sent in server.requests)
     assert hostile == harmless
+
+
+async def test_a_session_is_ended_by_its_client(openai_app, ask, sampled):
+    """DELETE ends a session, tells what was in it, cancels what is under way with 410, and leaves nothing."""
+    gate = asyncio.Event()
+    gate.set()
+    async with openai_app(lambda _: HELLO, pool_options={"gate": gate}) as (url, app, server):
+        await ask(url, CHAT, request(), headers={"X-Session-ID": "a:1"})
+        await ask(url, f"/sessions/a:1{CHAT}", request({"role": "user", "content": "Another."}))
+        gate.clear()
+        asking = asyncio.create_task(ask(url, CHAT, request(stream=True), headers={"X-Session-ID": "a:1"}))
+        await until(lambda: len(server.requests) == 3)
+        status, _, body = await ask(url, "/sessions/a:1", method="DELETE")
+        told = json.loads(body)
+        assert (status, told["deleted"], told["num_segments"]) == (200, True, 2)
+        assert told["num_sampled_tokens"] == 2 * len(sampled(HELLO))
+        status, _, body = await asking
+        assert (status, error_of(body)["code"]) == (410, "ended")
+        must_be_idle(app)
+        assert len(app.sessions) == app.sessions.num_open == 0
+        assert sorted(server.released) == sorted(each.request_id for each in server.requests)
+        status, _, body = await ask(url, "/sessions/a:1", method="DELETE")
+        assert (status, error_of(body)["code"]) == (404, "session_not_found")
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        (CHAT, {"X-Session-ID": ""}),
+        (CHAT, {"X-Session-ID": "a b"}),
+        (CHAT, {"X-Session-ID": "a" * 129}),
+        (f"/sessions/a%00b{CHAT}", {}),
+        (f"/sessions/a{CHAT}", {"X-Session-ID": "b"}),
+    ],
+)
+async def test_names_of_sessions_are_checked(openai_app, ask, path, headers):
+    """A name that is empty, too long, made of other characters, or not the one of the path, is refused."""
+    async with openai_app() as (url, app, _):
+        status, _, body = await ask(url, path, request(), headers=headers)
+        assert (status, error_of(body)["param"]) == (400, "X-Session-ID")
+        assert len(app.sessions) == 0
 
 
 async def test_the_end_of_the_app_ends_what_is_under_way(openai_app, ask, tokenizer):

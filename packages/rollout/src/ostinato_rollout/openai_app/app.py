@@ -106,7 +106,7 @@ class OpenAIApp:
 
     @property
     def num_in_flight(self) -> int:
-        """Chat requests under way; returns to zero."""
+        """Answers that are being sampled, `n` for each request; returns to zero."""
         return self._num_in_flight
 
     async def start(self) -> None:
@@ -209,20 +209,20 @@ class OpenAIApp:
     async def _answer(self, chat: ChatRequest, session: str | None) -> Answer:
         if self._is_closed:
             raise ApiError("the server must be up, is shutting down; try again later", status=503, code="shutting_down")
-        if self._num_in_flight >= self.limits.max_in_flight:
+        if self._num_in_flight and self._num_in_flight + chat.n > self.limits.max_in_flight:
             raise ApiError(
-                f"requests must be at most {self.limits.max_in_flight} at a time, got one more; wait and try again",
+                f"answers must be at most {self.limits.max_in_flight} at a time, got {chat.n} more; wait and try again",
                 status=503,
                 code="too_many_requests",
             )
-        self._num_in_flight += 1
+        self._num_in_flight += chat.n
         try:
             logprobs_known = all(server.capabilities().logprobs for server in self._pool.servers)
             return await answer_request(
                 chat, self.sessions, session=session, model=self.model, logprobs_known=logprobs_known
             )
         finally:
-            self._num_in_flight -= 1
+            self._num_in_flight -= chat.n
 
     def _open_chat(self, session: str | None, tools: Sequence[dict]) -> ChatSession:
         if not self._pool.servers:

@@ -23,7 +23,7 @@ class AppLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_choices: int = 64
     """Largest `n`."""
     max_in_flight: int = 1024
-    """Chat requests under way; more are answered with 503."""
+    """Answers that are being sampled, `n` for each request; a request beyond that is answered with 503, unless it is alone."""
     max_sessions: int = 4096
     """Named sessions that are kept; a further one is answered with 503 until one ends."""
     max_segments: int = 256
