@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import os
 import pickle
 import struct
 from contextlib import ExitStack, suppress
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from ostinato_engines import (
     EngineClosedError,
+    EngineCrashedError,
     EngineInputError,
     EngineLoadError,
     EngineNotReadyError,
@@ -42,8 +44,10 @@ from ostinato_engines.vllm_engine.checkpoint import CheckpointTensors  # noqa: E
 from ostinato_engines.vllm_engine.fan_out import memory_for, send_to_all  # noqa: E402
 from ostinato_engines.vllm_engine.filtering import filtered  # noqa: E402
 from ostinato_engines.vllm_engine.held import HOLD_KEY, Held, decode_answer  # noqa: E402
+from ostinato_engines.vllm_engine.launch import start_engine  # noqa: E402
 from ostinato_engines.vllm_engine.running import RunningEngine  # noqa: E402
-from ostinato_engines.vllm_engine.sampling import FILTERS_KEY, to_vllm  # noqa: E402
+from ostinato_engines.vllm_engine.sampling import FILTERS, FILTERS_KEY, to_vllm  # noqa: E402
+from ostinato_engines.vllm_engine.worker import WeightExtension  # noqa: E402
 from ostinato_engines.vllm_server import VLLMServer  # noqa: E402
 from ostinato_engines.weight_transfer import MemoryKind, WeightListener, WeightReceiver, connect  # noqa: E402
 
@@ -412,6 +416,69 @@ def test_the_capacity_of_the_cache(cache, expected):
     """vLLM's own figure counts where it tells one, else its blocks; nothing is claimed where neither is known."""
     llm = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=SimpleNamespace(**cache)))
     assert RunningEngine.kv_capacity_tokens.fget(SimpleNamespace(llm=llm)) == expected
+
+
+def test_lost_logprobs_are_the_engine_s_fault():
+    """An answer with fewer logprobs than tokens is an error that says so, and nothing is made up."""
+    held = Held("a#1", logprobs=True)
+    held.add([4, 5], [-1.5], 0)
+    with pytest.raises(EngineCrashedError, match="a logprob for each of its 2 tokens, got 1"):
+        to_token_output(
+            result_of([], "length"),
+            SamplingParams(),
+            Conversing("a#1", [0]),
+            exact=True,
+            answer=decode_answer(held.encode()),
+        )
+
+
+@pytest.mark.parametrize(
+    ("processors", "reasoning", "waits"),
+    [([FILTERS], None, False), (["their.module:Processor", FILTERS], None, True), ([FILTERS], "thinking", True)],
+)
+def test_steps_run_ahead_unless_somebody_reads_tokens(processors, reasoning, waits):
+    """Only where all logits processors are ours do vLLM's workers not wait for the tokens of the step before."""
+    batch = SimpleNamespace(logitsprocs_need_output_token_ids=True)
+    config = SimpleNamespace(model_config=SimpleNamespace(logits_processors=processors), reasoning_config=reasoning)
+    worker = SimpleNamespace(vllm_config=config, model_runner=SimpleNamespace(input_batch=batch))
+    WeightExtension.ostinato_run_ahead(worker)
+    assert batch.logitsprocs_need_output_token_ids is waits
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, "ieee"), (torch.bfloat16, None)])
+async def test_float32_is_not_rounded(dtype, precision, monkeypatch, tmp_path):
+    """Processes of an engine in float32 are told that Triton must multiply in float32; others, and ours, are not."""
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    seen = []
+
+    def started(config, **_):
+        seen.append(os.environ.get("TRITON_F32_DEFAULT"))
+        return "engine"
+
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_size=2), model_config=SimpleNamespace(dtype=dtype)
+    )
+    args = SimpleNamespace(
+        create_engine_config=lambda context: config, enable_log_requests=False, disable_log_stats=True
+    )
+    parts = SimpleNamespace(
+        arg_names={"model"},
+        device_type="cpu",
+        usage_context="test",
+        engine_args=lambda **_: args,
+        async_llm=SimpleNamespace(from_vllm_config=started),
+    )
+    log = EngineLog()
+    llm, why_no_hold = await start_engine(options_for(tmp_path), parts, log)
+    log.close()
+    assert (llm, seen) == ("engine", [precision])
+    assert "data_parallel_size" in why_no_hold
+    assert "TRITON_F32_DEFAULT" not in os.environ
+
+
+def options_for(model):
+    """What a server of this model is started with."""
+    return VLLMServer(model)._options
 
 
 async def test_a_server_that_was_never_started():

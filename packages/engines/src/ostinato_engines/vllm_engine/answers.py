@@ -65,7 +65,7 @@ def to_token_output(
         answer: What the engine core held of it: everything that was sampled, which `result` then lacks.
 
     Raises:
-        EngineCrashedError: vLLM gave the request up.
+        EngineCrashedError: vLLM gave the request up, or lost logprobs.
     """
     completion = result.outputs[0]
     reason = _REASONS.get(completion.finish_reason)
@@ -82,6 +82,10 @@ def to_token_output(
         token_ids, logprobs = answer.to_lists()
         spans = tuple(PolicySpan(*span) for span in answer.versions) or _spans(completion, request, 0, exact=True)
         num_cached = answer.num_cached_tokens
+    if logprobs is not None and len(logprobs) != len(token_ids):
+        raise EngineCrashedError(
+            f"request must have a logprob for each of its {len(token_ids)} tokens, got {len(logprobs)} from vllm; see its log"
+        )
     stopped = reason is StopReason.STOP and bool(token_ids)
     stop_token_id = token_ids[-1] if stopped else None
     return TokenOutput(token_ids, logprobs, reason, stop_token_id, spans, num_cached, request.num_preempted)

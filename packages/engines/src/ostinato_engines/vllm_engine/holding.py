@@ -50,7 +50,8 @@ class _Holding(_Base):
         if request_ids is None:
             self._held.clear()
         else:
-            for name in (request_ids,) if isinstance(request_ids, str) else request_ids:
+            request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+            for name in request_ids:
                 self._held.pop(name, None)
         return super().finish_requests(request_ids, finished_status)
 
