@@ -15,7 +15,7 @@ def test_parts_that_agree_are_accepted():
     """Ids, mask, log-probabilities, positions and versions of one length make an output."""
     output = AgentLoopOutput(
         **GOOD,
-        response_logprobs=[-1.0, 0.0, -2.0],
+        response_logprobs=[-1.0, 0.0, float("nan")],
         position_ids=[0, 1, 2, 3, 4],
         policy_versions=(PolicySpan(0, 1), PolicySpan(2, 2)),
     )
@@ -39,6 +39,17 @@ def test_parts_that_agree_are_accepted():
         ({"policy_versions": (PolicySpan(0, 0), PolicySpan(0, 1))}, "policy_versions must start at 0, rise"),
         ({"policy_versions": (PolicySpan(0, 0), PolicySpan(3, 1))}, "within the 3 response tokens"),
         ({"num_turns": -1}, "num_turns must not be negative"),
+        ({"prompt_ids": [1, -2]}, "prompt_ids must hold integers from 0 on"),
+        ({"response_ids": [3, 4.0, 5]}, "response_ids must hold integers from 0 on"),
+        ({"response_ids": [3, None, 5]}, "response_ids must hold integers from 0 on"),
+        ({"response_mask": [1.0, 0, 1]}, "response_mask must hold integers"),
+        ({"position_ids": [0, 1, 2, 3, "4"]}, "position_ids must hold integers"),
+        (
+            {"response_logprobs": [-1.0, 0.0, float("-inf")]},
+            "response_logprobs must be a list of finite numbers or NaN",
+        ),
+        ({"response_logprobs": [-1.0, None, -1.0]}, "response_logprobs must be a list of finite numbers"),
+        ({"response_logprobs": (-1.0, 0.0, -1.0)}, "response_logprobs must be a list"),
     ],
 )
 def test_parts_that_contradict_each_other_are_refused(changes, text):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ostinato_agent_loop import TrajectoryEnd
+from ostinato_agent_loop import RewardResult, TrajectoryEnd
 from ostinato_engines import PolicySpan, StopReason, TokenOutput
 from ostinato_rollout import FailureKind
 from ostinato_tokenization import ContinuousTokens
@@ -66,6 +66,67 @@ async def test_calls_beyond_the_limit_are_answered_not_dropped(world, call):
     assert [answer["tool_call_id"] for answer in answers] == ids
     assert len(set(ids)) == 3
     assert segment.metrics.tool_outcomes == {"ok": 2, "not_run": 1}
+
+
+@pytest.mark.parametrize(
+    ("calls", "kinds"),
+    [
+        (["bad", "good"], ["bad_arguments", "ok"]),
+        (["good", "bad"], ["ok", "bad_arguments"]),
+        (["good", "bad", "good", "bad"], ["ok", "bad_arguments", "not_run", "bad_arguments"]),
+    ],
+)
+async def test_a_malformed_call_takes_no_other_calls_place(world, call, calls, kinds):
+    """With one call per turn the good sibling of a malformed call runs, and every call has its answer, in order."""
+    arguments = {"bad": '{"text": ', "good": '{"text": "fine"}'}
+    segment = await world.run_ok([call(*(("echo", arguments[kind]) for kind in calls)), DONE])
+    answers = [m for m in segment.extra_fields["messages"] if m["role"] == "tool"]
+    texts = {"ok": "fine", "bad_arguments": "Error: ", "not_run": "Not run: "}
+    for answer, kind in zip(answers, kinds, strict=True):
+        assert answer["content"].startswith(texts[kind])
+    ids = [c["id"] for m in segment.extra_fields["messages"] for c in m.get("tool_calls", ())]
+    assert [answer["tool_call_id"] for answer in answers] == ids
+    assert segment.metrics.tool_outcomes == {kind: kinds.count(kind) for kind in kinds}
+    assert segment.metrics.num_tool_calls == len(calls)
+    assert len(segment.extra_fields["tool_rewards"]) == len(calls) - kinds.count("not_run")
+
+
+async def test_what_could_not_be_read_beside_a_call_is_answered_too(world, call):
+    """A call that was never closed, behind one that ran, is not dropped in silence: the last answer says what is wrong."""
+    turn = call(("echo", '{"text": "fine"}')).replace("<|im_end|>", '\n<tool_call>\n{"name": "echo"<|im_end|>')
+    segment = await world.run_ok([turn, DONE])
+    (answer,) = [m for m in segment.extra_fields["messages"] if m["role"] == "tool"]
+    assert answer["content"].startswith("fine\nYour tool call could not be read: ")
+    assert "never closed" in answer["content"]
+    assert segment.metrics.tool_outcomes == {"ok": 1}
+
+
+@pytest.mark.parametrize(
+    ("turn", "outcomes"),
+    [
+        ("<think>maybe {call}</think>{call}", {"ok": 1}),
+        ("<think>maybe {call}</think>done", {}),
+        ("<think>maybe {call}", {}),
+    ],
+)
+async def test_calls_that_are_only_thought_of_do_not_run(world, call, turn, outcomes):
+    """A call drafted in the reasoning is no call, also where the reasoning never ends."""
+    made = call(("echo", '{"text": "a"}')).removesuffix("<|im_end|>")
+    segment = await world.run_ok([turn.format(call=made) + "<|im_end|>", DONE])
+    assert segment.metrics.tool_outcomes == outcomes
+    assert segment.stop_reason is TrajectoryEnd.NO_TOOL_CALL
+
+
+async def test_tags_within_an_argument_are_text(world):
+    """The tool gets an argument that quotes the closing tag whole, and the opening one."""
+    text = "ends with </tool_call> and <tool_call> here"
+    ids = [
+        *world.encode("<tool_call>"),
+        *world.tokenizer.encode_text(f'\n{{"name": "echo", "arguments": {{"text": "{text}"}}}}\n'),
+        *world.encode("</tool_call><|im_end|>"),
+    ]
+    segment = await world.run_ok([ids, DONE])
+    assert segment.extra_fields["messages"][2]["content"] == text
 
 
 async def test_call_ids_differ_between_turns(world, call):
@@ -275,6 +336,71 @@ async def test_policy_versions_are_offsets_into_the_response(world, call):
     segment = await world.run_ok(outputs)
     start = len(segment.response_ids) - len(second)
     assert segment.policy_versions == (PolicySpan(0, 3), PolicySpan(start, 4))
+
+
+async def test_the_reward_function_sees_what_the_tools_gave(world, call):
+    """Tool rewards, turn scores, the reward of the state left behind, the turns and the end reach the reward function."""
+    seen = []
+
+    async def reward(row, outputs):
+        seen.extend(outputs)
+        return RewardResult(sum(outputs[-1].extra_fields["tool_rewards"]))
+
+    calls = call(("counter", "{}"), ("counter", "{}"))
+    trajectory = await world.run_one([calls, calls, DONE], max_parallel_calls=2, reward_fn=reward)
+    assert trajectory.reward.score == 1.0 + 2.0 + 3.0 + 4.0
+    (output,) = seen
+    assert output.extra_fields["turn_scores"] == [3.0, 7.0]
+    assert output.extra_fields["tool_state_rewards"] == {"counter": 4.0}
+    assert (output.num_turns, output.stop_reason) == (6, TrajectoryEnd.NO_TOOL_CALL)
+    assert (output.trajectory_id, output.group_id) == ("train-0-0/0", "train-0-0")
+
+
+async def test_what_parquet_fills_in_counts_as_absent(world, call):
+    """None where other rows have a value is no value: of a prompt, of tools_kwargs, of one tool's, of the selection."""
+    row = {
+        "raw_prompt": None,
+        "prompt": [{"role": "user", "content": "Please."}],
+        "agent_name": None,
+        "tools_kwargs": None,
+        "extra_info": {
+            "tool_selection": None,
+            "tools_kwargs": {"echo": None, "counter": {"create_kwargs": {"start": 3}}},
+        },
+    }
+    segment = await world.run_ok([call(("counter", "{}")), DONE], row)
+    assert segment.extra_fields["tool_rewards"] == [4.0]
+
+
+@pytest.mark.parametrize(("room", "sampled"), [(6, 6), (1, 1), (0, 0), (-1, None)])
+async def test_the_models_context_bounds_what_is_asked_for(world, room, sampled):
+    """A turn gets what the context leaves, without a request where that is nothing; a prompt beyond it is a failure."""
+    length = len(world.tokenizer.encode_chat([{"role": "user", "content": "Please."}], world.registry().schemas()))
+    trajectory = await world.run_one([list(range(40))], model_len=length + room)
+    if sampled is None:
+        assert "max_model_len" in trajectory.failure.message
+        return
+    (segment,) = trajectory.segments
+    assert (len(segment.response_ids), segment.stop_reason) == (sampled, TrajectoryEnd.RESPONSE_LENGTH)
+    assert [request.params.max_tokens for request in world.server.requests] == ([room] if room else [])
+
+
+async def test_a_whole_call_in_a_turn_that_was_cut_is_answered(world, call):
+    """A turn cut at its own limit behind a complete call goes on: the framework closes it, with mask 0, and nothing of what
+    was sampled is lost."""
+    turn = world.encode(call(("echo", '{"text": "a"}')).removesuffix("<|im_end|>")) + world.encode(" and")
+    manager = world.build([turn, DONE])
+    prompt = [{"role": "user", "content": "x"}]
+    batch = await manager.generate_sequences(
+        [{"raw_prompt": prompt}], n=1, step=0, sampling_params={"max_tokens": len(turn) - 1}
+    )
+    (segment,) = batch.trajectories[0].segments
+    assert segment.stop_reason is TrajectoryEnd.NO_TOOL_CALL
+    assert sampled_ids(segment) == turn[:-1] + world.encode(DONE)
+    assert segment.response_ids[len(turn) - 1] == world.tokenizer.token_id("<|im_end|>")
+    assert segment.response_mask[len(turn) - 1] == 0
+    assert segment.metrics.tool_outcomes == {"ok": 1}
+    assert segment.metrics.num_tokenization_mismatches == 0
 
 
 async def test_control_strings_in_a_tools_answer_stay_text(world, call):

@@ -34,7 +34,8 @@ class MultiTurnConfig(SessionConfig, frozen=True, forbid_unknown_fields=True, kw
     max_turn_tokens: int | None = None
     """Most tokens sampled in one turn; null: as many as the response has room for."""
     max_parallel_calls: int = 1
-    """Most tool calls that run in one turn; further ones are answered with a message that says so."""
+    """Most tool calls that run in one turn; further ones are answered with a message that says so. Malformed calls, which run
+    nothing, do not count."""
     max_consecutive_malformed: int = 3
     """Turns in a row that may hold only unreadable tool calls; each is answered with what was wrong, the next one
     ends the trajectory. 0 ends it at the first."""

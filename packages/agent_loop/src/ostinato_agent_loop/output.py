@@ -6,6 +6,8 @@ This module knows sessions and ledgers, no tokenizer and no reward.
 
 from __future__ import annotations
 
+import math
+from array import array
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
@@ -111,10 +113,10 @@ class AgentLoopOutput(msgspec.Struct, kw_only=True):
 
     def check(self) -> None:
         """Raise AgentLoopOutputError if the parts contradict each other."""
-        for name in ("prompt_ids", "response_ids", "response_mask"):
+        for name in ("prompt_ids", "response_ids", "response_mask", "position_ids"):
             value = getattr(self, name)
-            if not isinstance(value, list):
-                raise AgentLoopOutputError(f"{name} must be a list of ints, got {type(value).__name__}; convert it")
+            if value is not None or name != "position_ids":
+                _check_integers(name, value)
         length, mask = len(self.response_ids), self.response_mask
         if not self.prompt_ids and self.failure is None:
             raise AgentLoopOutputError(
@@ -132,6 +134,8 @@ class AgentLoopOutput(msgspec.Struct, kw_only=True):
                 f"response_logprobs must be as long as response_ids ({length}), got {len(self.response_logprobs)};"
                 " give None where the engine reports none"
             )
+        if self.response_logprobs is not None:
+            _check_numbers("response_logprobs", self.response_logprobs)
         total = len(self.prompt_ids) + length
         if self.position_ids is not None and len(self.position_ids) != total:
             raise AgentLoopOutputError(
@@ -150,6 +154,29 @@ class AgentLoopOutput(msgspec.Struct, kw_only=True):
                 f"policy_versions must start at 0, rise, and stay within the {length} response tokens, got starts {starts}"
                 "; give offsets into response_ids"
             )
+
+
+def _check_integers(name: str, value: Any) -> None:
+    """Raise unless it is a list of integers from 0 on, as a training batch takes them."""
+    if not isinstance(value, list):
+        raise AgentLoopOutputError(f"{name} must be a list of ints, got {type(value).__name__}; convert it")
+    try:
+        array("I", value)
+    except (TypeError, OverflowError) as error:
+        raise AgentLoopOutputError(
+            f"{name} must hold integers from 0 on, got {value!r:.80} ({error}); convert them"
+        ) from error
+
+
+def _check_numbers(name: str, value: Any) -> None:
+    """Raise unless it is a list of finite numbers, or NaN for those that are not known."""
+    try:
+        # A finite sum has finite parts only, and is quick to make.
+        wrong = not isinstance(value, list) or not (math.isfinite(sum(value)) or not any(map(math.isinf, value)))
+    except (TypeError, OverflowError):
+        wrong = True
+    if wrong:
+        raise AgentLoopOutputError(f"{name} must be a list of finite numbers or NaN, got {value!r:.80}; convert them")
 
 
 def outputs_from_session(

@@ -9,14 +9,14 @@ from ostinato_agent_loop.errors import AgentRowError
 
 
 def row_messages(row: Mapping[str, Any]) -> list[dict]:
-    """Return the first messages: `raw_prompt`, else `prompt`.
+    """Return the first messages: `raw_prompt`, else `prompt`; None, as parquet fills it in, counts as absent.
 
     Raises:
         AgentRowError: Neither is there, or it is no list of messages.
     """
     for name in ("raw_prompt", "prompt"):
-        if name in row:
-            messages = row[name]
+        messages = row.get(name)
+        if messages is not None:
             break
     else:
         raise AgentRowError(f"a row must have raw_prompt or prompt, got {sorted(row)}; give its messages")
@@ -32,6 +32,8 @@ def row_messages(row: Mapping[str, Any]) -> list[dict]:
 def row_tools_kwargs(row: Mapping[str, Any]) -> Mapping[str, Mapping] | None:
     """Return what the row says to its tools: `tools_kwargs`, else `extra_info.tools_kwargs`, else None.
 
+    Tools for which it says None, as parquet fills it in where other rows have something to say, are left out.
+
     Raises:
         AgentRowError: It is no mapping of tool names to mappings.
     """
@@ -41,11 +43,11 @@ def row_tools_kwargs(row: Mapping[str, Any]) -> Mapping[str, Mapping] | None:
         value = extra.get("tools_kwargs")
     if value is None:
         return None
-    if not isinstance(value, Mapping) or not all(isinstance(entry, Mapping) for entry in value.values()):
+    if not isinstance(value, Mapping) or not all(isinstance(entry, Mapping | None) for entry in value.values()):
         raise AgentRowError(
             f"tools_kwargs must map tool names to mappings, got {value!r:.80}; use {{name: {{create_kwargs: ...}}}}"
         )
-    return value
+    return {name: entry for name, entry in value.items() if entry is not None}
 
 
 def row_tool_selection(row: Mapping[str, Any]) -> list[str] | None:

@@ -11,6 +11,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import accumulate, compress
 from typing import Any
 
 from ostinato_agent_loop.base import AgentLoopBase
@@ -60,9 +61,9 @@ class ToolAgentLoop(AgentLoopBase):
     needs_tools = True
 
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """See AgentLoopBase. `extra_fields` holds `tool_rewards` (one for each call that ran, in order), `turn_scores` (one
-        for each turn with calls: the sum of their rewards), `tool_state_rewards` (by tool, of the state left behind) and
-        `messages` (the conversation)."""
+        """See AgentLoopBase. `extra_fields` holds `tool_rewards` (one for each call but those beyond the limit, in order),
+        `turn_scores` (one for each turn with calls: the sum of their rewards), `tool_state_rewards` (by tool, of the state
+        left behind) and `messages` (the conversation)."""
         context, prompt = self.context, row_messages(row)
         opened = context.tools.open(context.trajectory_id, row_tools_kwargs(row), row_tool_selection(row))
         async with opened as tools, context.open_session(row, tools.schemas) as session:
@@ -115,8 +116,8 @@ class ToolAgentLoop(AgentLoopBase):
         answers, terminate = await self._answer_calls(episode, reply.tool_calls)
         readable = any(call.error is None for call in reply.tool_calls)
         episode.malformed_in_a_row = 0 if readable else episode.malformed_in_a_row + 1
-        if not reply.tool_calls:
-            answers.append({"role": "user", "content": _explain(reply.errors)})
+        if reply.errors:
+            _explain(reply.errors, answers)
         end = TrajectoryEnd.TOOL_TERMINATED if terminate else self._limit(episode)
         if end is not None:
             return _ended(episode, end)
@@ -129,23 +130,25 @@ class ToolAgentLoop(AgentLoopBase):
         return AgentState.GENERATING
 
     async def _answer_calls(self, episode: Episode, calls: Sequence[ToolCall]) -> tuple[list[dict], bool]:
-        """Run the first calls and refuse those beyond the limit; return the messages in the order of the calls."""
-        limit = self.context.config.max_parallel_calls
+        """Run the first calls and refuse those beyond the limit; return the messages in the order of the calls.
+
+        A malformed call is answered with what is wrong with it; it runs nothing, and so takes no other call's place.
+        """
+        limit, metrics = self.context.config.max_parallel_calls, episode.metrics
+        places = accumulate(call.error is None for call in calls)
+        allowed = [call.error is not None or place <= limit for call, place in zip(calls, places, strict=True)]
         began = time.perf_counter()
-        outcomes = await episode.tools.run(calls[:limit]) if calls else []
-        metrics = episode.metrics
+        outcomes = await episode.tools.run(list(compress(calls, allowed))) if calls else []
         metrics.tool_calls += time.perf_counter() - began
         metrics.num_tool_calls += len(calls)
-        for outcome in outcomes:
-            metrics.tool_outcomes[outcome.kind.value] = metrics.tool_outcomes.get(outcome.kind.value, 0) + 1
+        for kind in [outcome.kind.value for outcome in outcomes] + ["not_run"] * allowed.count(False):
+            metrics.tool_outcomes[kind] = metrics.tool_outcomes.get(kind, 0) + 1
         if calls:
             rewards = [outcome.reward for outcome in outcomes]
             episode.tool_rewards += rewards
             episode.turn_scores.append(sum(rewards))
-        answers = [outcome.message for outcome in outcomes]
-        for call in calls[limit:]:
-            metrics.tool_outcomes["not_run"] = metrics.tool_outcomes.get("not_run", 0) + 1
-            answers.append(_refusal(call, limit))
+        messages = iter([outcome.message for outcome in outcomes])
+        answers = [next(messages) if ran else _refusal(call, limit) for call, ran in zip(calls, allowed, strict=True)]
         return answers, any(outcome.terminate for outcome in outcomes)
 
     def _limit(self, episode: Episode) -> TrajectoryEnd | None:
@@ -172,6 +175,12 @@ def _refusal(call: ToolCall, limit: int) -> dict:
     return {"role": "tool", "content": text, "tool_call_id": call.id, "name": call.name}
 
 
-def _explain(errors: Sequence[str]) -> str:
-    """Tell the model what could not be read as a call."""
-    return "Your tool call could not be read: " + "; ".join(errors) + ". Correct it and call again."
+def _explain(errors: Sequence[str], answers: list[dict]) -> None:
+    """Tell the model what could not be read as a call: behind the last answer, or where there is none, as a user."""
+    text = "Your tool call could not be read: " + "; ".join(errors) + ". Correct it and call again."
+    if not answers:
+        answers.append({"role": "user", "content": text})
+        return
+    content = answers[-1]["content"]
+    more = f"{content}\n{text}" if isinstance(content, str) else [*content, {"type": "text", "text": text}]
+    answers[-1] = {**answers[-1], "content": more}
