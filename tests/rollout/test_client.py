@@ -406,22 +406,20 @@ async def test_a_busy_replica_is_left_by_the_margin(stub_server):
     """A conversation whose replica has so many more under way than the best moves there at its next turn, and stays."""
     servers = [stub_server(), stub_server()]
     client = LLMServerClient(servers, policy=StickyLeastInFlight(0, 3))
-    for request_id in "abcdef":
-        await client.generate(request_id, [1], PARAMS)
-    home, other = (0, 1) if len(servers[0].requests) >= 3 else (1, 0)
-    mine = [request_id for _, _, request_id in servers[home].requests]
+    for number in range(8):
+        await client.generate(f"r{number}", [1], PARAMS)
+    home, other = (0, 1) if len(servers[0].requests) >= 4 else (1, 0)
+    *busy, mine = [request_id for _, _, request_id in servers[home].requests[:4]]
     servers[home].gate = asyncio.Event()
-    tasks = [asyncio.create_task(client.generate(f"busy{index}", [1], PARAMS)) for index in range(8)]
+    tasks = [asyncio.create_task(client.generate(request_id, [1], PARAMS)) for request_id in busy]
     await asyncio.sleep(0)
-    while client.num_in_flight[home] < 3:
-        tasks.append(asyncio.create_task(client.generate(f"more{len(tasks)}", [1], PARAMS)))
-        await asyncio.sleep(0)
-    await client.generate(mine[0], [1, 2], PARAMS)
-    assert servers[other].requests[-1] == ([1, 2], PARAMS, mine[0])
+    assert client.num_in_flight == {home: 3, other: 0}
+    await client.generate(mine, [1, 2], PARAMS)
+    assert servers[other].requests[-1] == ([1, 2], PARAMS, mine)
     servers[home].gate.set()
     await asyncio.gather(*tasks)
-    await client.generate(mine[0], [1, 2, 3], PARAMS)
-    assert servers[other].requests[-1] == ([1, 2, 3], PARAMS, mine[0])
+    await client.generate(mine, [1, 2, 3], PARAMS)
+    assert servers[other].requests[-1] == ([1, 2, 3], PARAMS, mine)
 
 
 async def test_an_abort_after_the_stop_token_is_an_end(stub_server, output):

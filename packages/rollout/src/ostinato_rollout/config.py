@@ -46,7 +46,7 @@ class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     policy: RoutingPolicy = RoutingPolicy.STICKY
     """`sticky`: a conversation begins where least is under way and stays where its prefix is cached; `least_in_flight`,
     `random` and `round_robin` choose anew for every turn."""
-    move_margin: int | None = 16
+    move_margin: int | None = 8
     """With `sticky`: a conversation moves when its replica has at least so many more generations under way than the
     replica with the least; null: only when its replica is gone."""
     decision_log_path: str | None = None
