@@ -8,6 +8,8 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -29,6 +31,7 @@ from ostinato_rollout.transport import (
     ReplicaLostError,
     ReplicaService,
     TransportInputError,
+    service,
     wire,
 )
 
@@ -132,7 +135,7 @@ def test_garbage_is_answered_and_ends_nothing(messages, as_caller):
         (generate([1, 2])[0], b"odd"),
         (generate([1, 2])[0],),
         (*generate([1, 2]), b"more"),
-        (wire.Ping(), b"more"),
+        (wire.Ping(1), b"more"),
     ],
     ids=["hash", "length", "bytes", "no ids", "frames", "ping"],
 )
@@ -144,8 +147,8 @@ async def test_a_message_that_cannot_be_served_ends_its_connection(dial, frames)
         assert await hear() == wire.Welcome(wire.SILENCE_S)
         await say(*frames)
         assert isinstance(await hear(), wire.Refused)
-        await say(wire.Ping())
-        assert await hear() == wire.Stranger()
+        await say(wire.Ping(9))
+        assert await hear() == wire.Stranger(9)
         assert (replica.stats.num_malformed, replica.num_callers, replica.num_calls) == (1, 0, 0)
         assert await serves(replica)
 
@@ -190,7 +193,7 @@ async def test_a_prompt_that_nobody_asked_to_send_again_is_dropped(dial):
         await say(HELLO)
         await hear()
         await say(*generate([1, 2], again=True))
-        await say(wire.Ping())
+        await say(wire.Ping(9))
         assert await hear() == wire.Pong(0)
         assert server.requests == []
 
@@ -200,12 +203,47 @@ async def test_a_stranger_is_told_so(dial):
     server = scripted()
     async with ReplicaService(server) as replica:
         say, hear = dial(replica.address)
-        for frames in (generate([1]), (wire.Ping(),), (wire.Call(1, "shutdown", wire.encode_raw(None)),)):
+        for frames in (generate([1]), (wire.Ping(1),), (wire.Call(1, "shutdown", wire.encode_raw(None)),)):
             await say(*frames)
-            assert await hear() == wire.Stranger()
+            assert await hear() == wire.Stranger(1)
         await say(wire.Goodbye())
         assert server.requests == []
         assert await serves(replica)
+
+
+async def test_a_call_that_was_not_begun_is_asked_again():
+    """A replica that forgot the connection while nothing was under way there is asked again, and no caller notices."""
+    server = scripted()
+    async with ReplicaService(server) as replica:
+        remote = RemoteServer(replica.address)
+        await remote.start()
+        await remote.generate([1, 2], PARAMS, "talk")
+        replica._part_from(next(iter(replica._callers.values())))
+        asked = [
+            remote.generate([1, 2, 2, 7, 5], PARAMS, "talk"),
+            remote.generate([1], PARAMS, "other"),
+            remote.health(),
+        ]
+        talk, other, health = await asyncio.gather(*asked)
+        assert (talk.token_ids, other.token_ids, health.ready) == ([5, 7], [1, 7], True)
+        assert (remote.stats.num_lost, len(server.requests)) == (1, 3)
+        await remote.disconnect()
+
+
+async def test_a_call_that_may_have_begun_is_not_asked_again():
+    """What was under way when the replica forgot the connection fails, and is not sampled twice."""
+    server = scripted(gate=asyncio.Event())
+    async with ReplicaService(server) as replica:
+        remote = RemoteServer(replica.address)
+        await remote.start()
+        early = asyncio.ensure_future(remote.generate([1, 2], PARAMS, "talk"))
+        await until(lambda: server.requests)
+        replica._part_from(next(iter(replica._callers.values())))
+        assert (await remote.health()).ready
+        with pytest.raises(ReplicaLostError, match="waited for generate of request 'talk'"):
+            await early
+        assert len(server.requests) == 1
+        await remote.disconnect()
 
 
 async def test_garbage_of_a_service_is_counted():
@@ -216,7 +254,7 @@ async def test_garbage_of_a_service_is_counted():
     remote = RemoteServer(f"tcp://127.0.0.1:{port}", start_timeout_s=0.3)
     starting = asyncio.ensure_future(remote.start())
     identity, _ = await socket.recv_multipart()
-    for frames in ([b"\xc1"], [wire.encode(wire.Welcome(1.0)), b"more"], [wire.encode(wire.Ping())]):
+    for frames in ([b"\xc1"], [wire.encode(wire.Welcome(1.0)), b"more"], [wire.encode(wire.Ping(1))]):
         await socket.send_multipart([identity, *frames])
     with pytest.raises(ReplicaLostError):
         await starting
@@ -288,24 +326,70 @@ async def test_a_service_that_ends_as_it_welcomes_is_lost():
 # Silence
 
 
-async def test_a_caller_that_vanishes_leaves_nothing_behind(dial):
-    """Without signs of life its requests end, its conversations are released, and it is counted; signs of life keep it."""
+CALLER = """
+import asyncio, sys
+from ostinato_engines import SamplingParams
+from ostinato_rollout.transport import RemoteServer
+
+async def main():
+    remote = RemoteServer(sys.argv[1])
+    await remote.start()
+    await remote.generate([1, 2], SamplingParams(), "talk")
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_caller_that_vanishes_leaves_nothing_behind(signal_number):
+    """The requests of a killed or stopped process end, its conversations are released, it is counted; others stay."""
     gate = asyncio.Event()
     server = scripted(gate=gate)
-    async with ReplicaService(server, silence_s=0.2) as replica:
+    async with ReplicaService(server, silence_s=0.5) as replica:
         living = RemoteServer(replica.address)
         await living.start()
-        say, hear = dial(replica.address)
-        await say(HELLO)
-        await hear()
-        await say(*generate([1, 2]))
-        await until(lambda: replica.num_calls == 1)
-        assert (await server.health()).num_running == 1
-        await until(lambda: replica.stats.num_vanished == 1)
-        await until(lambda: server.released == ["talk"])
+        caller = await asyncio.create_subprocess_exec(sys.executable, "-c", CALLER, replica.address)
+        try:
+            await until(lambda: server.requests)
+            caller.send_signal(signal_number)
+            await until(lambda: replica.stats.num_vanished == 1)
+            await until(lambda: server.released == ["talk"])
+        finally:
+            with suppress(ProcessLookupError):
+                caller.kill()
+            await caller.wait()
         assert (replica.num_calls, replica.num_conversations, (await server.health()).num_running) == (0, 0, 0)
         assert (replica.num_callers, (await living.health()).ready) == (1, True)
         await living.disconnect()
+
+
+async def test_a_caller_that_stands_still_is_not_gone(launch):
+    """A process that trains on its event loop, and so says nothing for long, keeps its requests and is not told off."""
+    address, start = launch
+    start()
+    remote = RemoteServer(address, silence_s=1.5)
+    await remote.start()
+    slow = asyncio.ensure_future(remote.generate([1, 2], PARAMS, "slow"))
+    await remote.generate([1, 2], PARAMS, "quick")
+    time.sleep(4)  # noqa: ASYNC251  the event loop stands still for longer than either end's bound
+    await remote.generate([1, 2, 2, 5], PARAMS, "quick")
+    assert not slow.done()
+    assert (remote.stats.num_lost, remote.stats.num_sent_tokens) == (0, 5)
+    slow.cancel()
+    await remote.shutdown()
+
+
+async def test_a_caller_that_stands_still_for_ever_is_gone(dial, monkeypatch):
+    """A process whose event loop says nothing for very long loses its requests in the end, though it is there."""
+    monkeypatch.setattr(service, "_STUCK_TICKS", 4)
+    server = scripted(gate=asyncio.Event())
+    async with ReplicaService(server, silence_s=0.2) as replica:
+        say, _ = dial(replica.address)
+        await say(HELLO)
+        await say(*generate([1, 2]))
+        await until(lambda: replica.num_calls == 1)
+        await until(lambda: replica.stats.num_vanished == 1)
+        await until(lambda: server.released == ["talk"])
 
 
 async def test_a_silent_replica_fails_what_waits_for_it():

@@ -5,9 +5,9 @@ not a way to start processes, and weights travel between processes of one host o
 """
 
 from ostinato_rollout.transport.errors import AddressError, ReplicaLostError, TransportInputError
-from ostinato_rollout.transport.link import TransportStats
 from ostinato_rollout.transport.remote import RemoteServer
-from ostinato_rollout.transport.service import ReplicaService, ServiceStats
+from ostinato_rollout.transport.service import ReplicaService
+from ostinato_rollout.transport.stats import ServiceStats, TransportStats
 
 __all__ = [
     "AddressError",

@@ -18,3 +18,10 @@ class ReplicaLostError(EngineCrashedError, ConnectionError):
     An engine's error, because a remote server is an engine to whoever calls it: what routes around an engine that crashed
     routes around this one.
     """
+
+
+class NotBegunError(ReplicaLostError):
+    """The replica has not begun this call, because it did not know the connection any more; it can be asked again."""
+
+    prompt: bytes = b""
+    """Of a generation, the ids that were meant."""

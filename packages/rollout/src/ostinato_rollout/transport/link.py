@@ -17,33 +17,16 @@ import msgspec
 
 from ostinato_engines import EngineError, EngineInputError, SamplingParams, TokenOutput
 from ostinato_rollout.transport import wire
-from ostinato_rollout.transport.errors import ReplicaLostError
+from ostinato_rollout.transport.errors import NotBegunError, ReplicaLostError
 from ostinato_rollout.transport.mailbox import Mailbox, dial
 from ostinato_rollout.transport.prompts import ID_BYTES, KeptPrompt, KeptPrompts
+from ostinato_rollout.transport.stats import TransportStats
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _HELLO_S = 0.5
-
-
-class TransportStats(msgspec.Struct):
-    """What a remote server has sent, over all its connections."""
-
-    num_generates: int = 0
-    num_prompt_tokens: int = 0
-    """In the prompts of all generations."""
-    num_sent_tokens: int = 0
-    """Of these, those that travelled."""
-    num_whole: int = 0
-    """Prompts that were sent whole at once: first turns, and those that do not go on from the last one."""
-    num_resent: int = 0
-    """Prompts that were sent whole because the replica had forgotten their beginning, or had another."""
-    num_malformed: int = 0
-    """Messages of the replica that could not be read."""
-    num_lost: int = 0
-    """Connections that were lost."""
 
 
 class LinkOptions(msgspec.Struct, frozen=True):
@@ -164,7 +147,11 @@ class Link:
             with prompt:
                 kept = self._send_prompt(prompt, params, request_id, number)
             call.send_again = lambda: self._send_whole(kept, params, request_id, number)
-            answer = await call.answer
+            try:
+                answer = await call.answer
+            except NotBegunError as error:
+                error.prompt = bytes(kept.ids)
+                raise
         finally:
             self._talking.discard(request_id)
             self._leave(number)
@@ -285,8 +272,8 @@ class Link:
                     self._welcome.set_result(reply)
             case wire.Refused(reason):
                 self._lose(f"must serve this connection, got a refusal: {reason}")
-            case wire.Stranger():
-                self._lose("must know this connection, got that it does not (any more); was it restarted?")
+            case wire.Stranger(number):
+                self._lose("must know this connection, got that it does not (any more); was it restarted?", number)
             case wire.Closing():
                 self._lose("must go on, got its end")
 
@@ -323,32 +310,35 @@ class Link:
         if self._num_silent_ticks > wire.TICKS:
             self._lose(f"must give a sign of life within {self._options.silence_s:g} s, got silence; see its log")
             return
-        self._send(wire.Ping())
+        self._send(wire.Ping(next(self._numbers)))
         self._timer = self._loop.call_later(self._interval_s, self._tick)
 
-    def _lose(self, what: str) -> None:
+    def _lose(self, what: str, first_not_begun: int | None = None) -> None:
+        """The replica is lost; calls from a number on may be known not to have been begun there."""
         self._stats.num_lost += 1
         now = time.time()
         heard = f"last heard of it {now - self._heard_at:.1f} s ago, after {self._num_answers} answers"
         logger.warning("lost the replica at %s, which %s; %s", self._options.address, what, heard)
-        self.fail(
-            ReplicaLostError(f"replica at {self._options.address} {what}"),
-            lambda call: ReplicaLostError(
+
+        def error_for(number: int, call: _Waiting) -> ReplicaLostError:
+            is_begun = first_not_begun is None or number < first_not_begun
+            return (ReplicaLostError if is_begun else NotBegunError)(
                 f"replica at {self._options.address} {what}; waited for {call.what} since "
                 f"{time.strftime('%H:%M:%S', time.localtime(call.since))} ({now - call.since:.1f} s), {heard}"
-            ),
-        )
+            )
 
-    def fail(self, error: EngineError, error_for: Callable[[_Waiting], EngineError] | None = None) -> None:
+        self.fail(ReplicaLostError(f"replica at {self._options.address} {what}"), error_for)
+
+    def fail(self, error: EngineError, error_for: Callable[[int, _Waiting], EngineError] | None = None) -> None:
         """Ends the connection at once; all calls under way end with an error."""
         if self.lost is not None:
             return
         self.lost = error
         self._end(flush=False)
         self._prompts.clear()
-        for call in self._waiting.values():
+        for number, call in self._waiting.items():
             if not call.answer.done():
-                call.answer.set_exception(error if error_for is None else error_for(call))
+                call.answer.set_exception(error if error_for is None else error_for(number, call))
         if not self._welcome.done():
             self._welcome.set_exception(error)
             # Whoever opens the connection may have gone.

@@ -30,6 +30,7 @@ _MAX_UNSENT = 100_000
 """Messages that wait for one peer to read; one that lets more pile up is gone."""
 _MIN_KEY_BYTES = 16
 _LINGER_MS = 500
+_BEATS = 4
 
 
 class Mailbox:
@@ -37,7 +38,7 @@ class Mailbox:
 
     Args:
         socket: Owned by the mailbox from then on.
-        receive: Gets the frames of a message; must neither raise nor block.
+        receive: Gets the frames of a message; must not block, and an error of it is only logged.
     """
 
     def __init__(self, socket: zmq.Socket, receive: Callable[[list[bytes]], None]) -> None:
@@ -66,7 +67,11 @@ class Mailbox:
         for _ in range(_MAX_AT_ONCE):
             if self._socket.closed or not int(self._socket.EVENTS) & zmq.POLLIN:
                 return
-            self._receive(self._socket.recv_multipart(zmq.NOBLOCK))
+            try:
+                self._receive(self._socket.recv_multipart(zmq.NOBLOCK))
+            # What one message does must not keep the next ones from being read.
+            except Exception:
+                logger.exception("a message could not be handled")
         self._drain_soon()
 
     def _drain_soon(self) -> None:
@@ -91,8 +96,11 @@ class Mailbox:
             self._socket.close(linger=_LINGER_MS if flush else 0)
 
 
-def listen(address: str, key: bytes | None, *, max_frame_bytes: int) -> tuple[zmq.Socket, str]:
+def listen(address: str, key: bytes | None, *, max_frame_bytes: int, silence_s: float) -> tuple[zmq.Socket, str]:
     """A socket that many may connect to, and its address with the port that it got.
+
+    A message to a process that has ended, has been stopped, or is cut off for `silence_s`, is not taken; one whose event
+    loop stands still is there.
 
     Raises:
         TransportInputError: Not an address, or one that others than this host reach, without a key.
@@ -107,6 +115,8 @@ def listen(address: str, key: bytes | None, *, max_frame_bytes: int) -> tuple[zm
     socket = zmq.Context.instance().socket(zmq.ROUTER)
     try:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(1000 * silence_s / _BEATS)))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(1000 * silence_s)))
         socket.setsockopt(zmq.SNDHWM, _MAX_UNSENT)
         socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
         socket.setsockopt(zmq.IPV6, int("[" in address))

@@ -20,10 +20,11 @@ from ostinato_engines import (
 from ostinato_engines.engine_status import EngineStatus
 from ostinato_engines.forwarding import ForwardingServer
 from ostinato_rollout.transport import wire
-from ostinato_rollout.transport.errors import ReplicaLostError, TransportInputError
-from ostinato_rollout.transport.link import Link, LinkOptions, TransportStats
+from ostinato_rollout.transport.errors import NotBegunError, ReplicaLostError, TransportInputError
+from ostinato_rollout.transport.link import Link, LinkOptions
 from ostinato_rollout.transport.mailbox import checked_key
 from ostinato_rollout.transport.prompts import id_bytes
+from ostinato_rollout.transport.stats import TransportStats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,8 +41,8 @@ class RemoteServer(ForwardingServer):
     """A replica behind a `ReplicaService`, as if it were here.
 
     A prompt that goes on from the conversation's last one travels without what the replica has. A replica that is lost
-    fails what is under way there; the next call connects anew, and sends everything again. `policy_version` is that of
-    the replica's last answer. Media do not cross.
+    fails what is under way there; the next call connects anew, and sends everything again, as does one that the replica
+    has certainly not begun. `policy_version` is that of the replica's last answer. Media do not cross.
 
     Args:
         address: Of the service: `ReplicaService.address`.
@@ -165,7 +166,11 @@ class RemoteServer(ForwardingServer):
         if link is None or not link.is_up or self._status.closed:
             prompt = memoryview(bytes(prompt))
             link = await self._reached()
-        return await link.generate(prompt, params, request_id)
+        try:
+            return await link.generate(prompt, params, request_id)
+        except NotBegunError as error:
+            link = await self._reached()
+            return await link.generate(memoryview(error.prompt), params, request_id)
 
     async def update_weights(self, manifest: WeightManifest, weights: "Iterable[tuple[str, Tensor]]") -> None:
         """Streams through shared memory, so that the replica must be on this host; see `AsyncServerBase.update_weights`."""
@@ -184,7 +189,10 @@ class RemoteServer(ForwardingServer):
             logger.debug("nothing to release of request %s: %s", request_id, error)
 
     async def _ask(self, method: str, argument: Any, kind: type[T]) -> T:
-        return await (await self._reached()).call(method, argument, kind)
+        try:
+            return await (await self._reached()).call(method, argument, kind)
+        except NotBegunError:
+            return await (await self._reached()).call(method, argument, kind)
 
     # Connection
 

@@ -28,6 +28,7 @@ from ostinato_rollout.transport.caller import Caller
 from ostinato_rollout.transport.errors import TransportInputError
 from ostinato_rollout.transport.mailbox import Mailbox, checked_key, listen
 from ostinato_rollout.transport.prompts import ID_BYTES, KeptPrompt, KeptPrompts
+from ostinato_rollout.transport.stats import ServiceStats
 
 logger = logging.getLogger(__name__)
 
@@ -35,24 +36,7 @@ LOOPBACK = "tcp://127.0.0.1:*"
 MAX_KEPT_BYTES = 1 << 30
 _MAX_CONVERSATIONS = 100_000
 _END_S = 10.0
-
-
-class ServiceStats(msgspec.Struct):
-    """What a service has seen."""
-
-    num_generates: int = 0
-    num_forgotten: int = 0
-    """Prompts that had to be sent again."""
-    num_malformed: int = 0
-    """Messages that could not be read; they were answered, if anybody could be told."""
-    num_refused: int = 0
-    """Hellos without the key, or of another protocol."""
-    num_vanished: int = 0
-    """Callers that went without a goodbye."""
-    num_undelivered: int = 0
-    """Messages for somebody who was gone."""
-    num_release_failures: int = 0
-    """Conversations that the server failed to release after their caller had gone."""
+_STUCK_TICKS = 60 * wire.TICKS
 
 
 class ReplicaService:
@@ -66,7 +50,8 @@ class ReplicaService:
         address: Where to listen: on loopback with a free port, unless told otherwise; `ipc:///path` also works. Beyond
             this host a key is needed.
         key: Shared with the remote servers; at least 16 bytes. It also encrypts. Without it whoever is on this host may call.
-        silence_s: A caller that gives no sign of life for so long has gone.
+        silence_s: A caller whose process gives no sign of life for so long has gone; callers get signs of life four times
+            within it.
         max_frame_bytes: Longest message.
         max_kept_bytes: Of the prompts that are kept; those idle for longest are forgotten first, and sent again when needed.
 
@@ -115,7 +100,9 @@ class ReplicaService:
         """
         if self._mailbox is not None:
             raise TransportInputError("service must be started once, got a second start; create a new one")
-        socket, self.address = listen(self.address, self._key, max_frame_bytes=self._max_frame_bytes)
+        socket, self.address = listen(
+            self.address, self._key, max_frame_bytes=self._max_frame_bytes, silence_s=self._silence_s
+        )
         self._mailbox = Mailbox(socket, self._receive)
         self._tick()
 
@@ -178,8 +165,8 @@ class ReplicaService:
                 self._serve(caller, request, parts)
             elif isinstance(request, wire.Hello):
                 self._welcome(identity, request)
-            elif not isinstance(request, wire.Goodbye):
-                self._send(identity, wire.Stranger())
+            elif isinstance(request, wire.Generate | wire.Call | wire.Ping):
+                self._send(identity, wire.Stranger(request.number))
         # Whatever arrives: the sender is told, and it is counted.
         except (ValueError, IndexError, msgspec.MsgspecError) as error:
             self.stats.num_malformed += 1
@@ -206,13 +193,15 @@ class ReplicaService:
             case wire.Hello():
                 self._send(caller.identity, wire.Welcome(self._silence_s))
 
-    def _send(self, identity: bytes, message: wire.Reply) -> None:
+    def _send(self, identity: bytes, message: wire.Reply) -> bool:
+        """Sends a message; whether anybody is there to take it."""
         frame = wire.encode(message)
         if len(frame) > self._max_frame_bytes and isinstance(message, wire.Output | wire.Answer):
             what = f"an answer must have at most {self._max_frame_bytes} bytes, got {len(frame)}; raise max_frame_bytes"
             frame = wire.encode(wire.Failed(message.number, message.policy_version, EngineInputError.__name__, what))
-        if self._mailbox is None or not self._mailbox.send([identity, frame]):
-            self.stats.num_undelivered += 1
+        is_taken = self._mailbox is not None and self._mailbox.send([identity, frame])
+        self.stats.num_undelivered += not is_taken
+        return is_taken
 
     def _welcome(self, identity: bytes, hello: wire.Hello) -> None:
         reason = ""
@@ -235,6 +224,8 @@ class ReplicaService:
         number, request_id = message.number, message.request_id
         if message.again and caller.forgotten.pop(number, None) is None:
             return  # It has been aborted or cancelled.
+        if number in caller.forgotten:
+            raise ValueError(f"call {number} waits for its prompt")
         if len(new) % ID_BYTES:
             raise ValueError(f"ids come in {ID_BYTES} bytes each, got {len(new)}")
         key = (caller.identity, request_id)
@@ -367,16 +358,20 @@ class ReplicaService:
         self._release_later(caller, list(caller.conversations), caller.tasks)
 
     def _tick(self) -> None:
-        """Parts from those who have been silent for too long; time in which this process stood still does not count."""
+        """Gives everybody a sign of life, and parts from those who are not there to take it.
+
+        A process that is there may stand still, as one that trains does, for sixty times as long.
+        """
         if self._mailbox is None or self._ended.is_set():
             return
         self._mailbox.drain()
         for caller in list(self._callers.values()):
             caller.num_silent_ticks = 0 if caller.has_spoken else caller.num_silent_ticks + 1
             caller.has_spoken = False
-            if caller.num_silent_ticks > wire.TICKS:
+            is_there = self._send(caller.identity, wire.Pong(self._server.policy_version))
+            if not is_there or caller.num_silent_ticks > _STUCK_TICKS:
                 self.stats.num_vanished += 1
-                logger.warning("%s has been silent for %g s; its requests end", caller.name, self._silence_s)
+                logger.warning("%s is gone without a goodbye; its requests end", caller.name)
                 self._part_from(caller)
         self._timer = asyncio.get_running_loop().call_later(self._silence_s / wire.TICKS, self._tick)
 

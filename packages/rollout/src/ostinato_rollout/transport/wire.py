@@ -77,6 +77,9 @@ class Cancel(_Message, frozen=True):
 class Ping(_Message, frozen=True):
     """A sign of life; wants one."""
 
+    number: int
+    """Of the same row as those of calls."""
+
 
 class Goodbye(_Message, frozen=True):
     """The remote server is closed."""
@@ -89,7 +92,7 @@ class Welcome(_Message, frozen=True):
     """The answer to `Hello`."""
 
     silence_s: float
-    """How long the service waits for a sign of life."""
+    """The service's own bound; it gives signs of life four times within it."""
 
 
 class Refused(_Message, frozen=True):
@@ -100,6 +103,9 @@ class Refused(_Message, frozen=True):
 
 class Stranger(_Message, frozen=True):
     """Say `Hello` first: the service has been restarted, or has not heard of this connection for too long."""
+
+    number: int
+    """Of the message that this answers: it, and whatever came after it, has not been begun."""
 
 
 class Output(_Message, frozen=True):
@@ -134,7 +140,7 @@ class Failed(_Message, frozen=True):
 
 
 class Pong(_Message, frozen=True):
-    """The answer to `Ping`."""
+    """The answer to `Ping`; also sent unasked."""
 
     policy_version: int
 
