@@ -30,7 +30,7 @@ from ostinato_engines import device as devices
 from ostinato_engines.sglang_engine.http import LocalClient
 from ostinato_engines.sglang_server import SGLangServer
 from ostinato_engines.testing import WeightUpdate, check_server
-from ostinato_engines.testing.sglang_stub.recording import Recorder
+from ostinato_engines.testing.sglang_stub.recording import Exchange, Recorder
 
 MAX_MODEL_LEN = 10_240
 PARTS = ("speed", "update", "sleep", "conformance", "record")
@@ -156,9 +156,14 @@ async def record(server: SGLangServer, options: argparse.Namespace, model: Any, 
     assert engine is not None
     client = engine.running.client
     stranger = LocalClient(client._port, "of somebody else")
-    exchanges = await Recorder(client, stranger, Path(folder), can_sleep=engine.running.can_sleep).record()
-    Path(options.record_to).write_bytes(msgspec.json.format(msgspec.json.encode(exchanges), indent=1) + b"\n")
-    return {"exchanges": len(exchanges)}
+    lines: list[bytes] = []
+
+    def keep(exchange: Exchange) -> None:
+        lines.append(msgspec.json.encode(exchange) + b"\n")
+        Path(options.record_to).write_bytes(b"".join(lines))
+
+    await Recorder(client, stranger, Path(folder), can_sleep=engine.running.can_sleep, keep=keep).record()
+    return {"exchanges": len(lines)}
 
 
 async def run(options: argparse.Namespace, folder: str) -> None:
@@ -218,7 +223,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tolerance", type=float, default=1e-4, help="0.1 or so below float32")
     parser.add_argument("--engine-args", default="{}", help="JSON, more of SGLang's arguments")
-    parser.add_argument("--record-to", default="sglang_replies.json")
+    parser.add_argument("--record-to", default="sglang_replies.jsonl")
     parser.add_argument("--log-to", help="a file for the end of SGLang's log")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:

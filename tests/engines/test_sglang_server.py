@@ -118,7 +118,8 @@ async def test_requests_in_every_situation(checkpoint, make_model, forward_of, u
     async with serving(checkpoint) as server:
         health = await server.health()
         assert health.ready
-        assert health.detail == "sglang 0.5.17"
+        assert health.detail == server.versions == "sglang 0.5.17"
+        assert server.capabilities().kv_capacity_tokens == server._engine.running.info.max_total_num_tokens
         assert server.max_model_len == 512
         with pytest.raises(UnsupportedError, match="chat_codec"):
             await server.chat_completion({"messages": [{"role": "user", "content": "hi"}]})

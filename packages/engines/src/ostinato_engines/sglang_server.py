@@ -117,6 +117,11 @@ class SGLangServer(AsyncServerBase):
         self._traffic: Traffic | None = None
         self._changing = asyncio.Lock()
 
+    @property
+    def versions(self) -> str:
+        """Of SGLang, its interpreter and what it runs on, once started."""
+        return "" if self._engine is None else self._engine.versions
+
     # Life
 
     async def start(self) -> None:
@@ -185,6 +190,7 @@ class SGLangServer(AsyncServerBase):
             sleep_levels=(1, 2) if engine.running.can_sleep else (),
             weight_update=not engine.why_no_update,
             exact_policy_spans=True,
+            kv_capacity_tokens=engine.running.info.max_total_num_tokens,
             chat_completion=self._codec is not None or self._has_endpoint(engine),
         )
 

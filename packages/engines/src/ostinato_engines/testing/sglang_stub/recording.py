@@ -4,6 +4,7 @@ Compared are status and shape: names, types, forms of a finish reason; not token
 """
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from ostinato_engines.sglang_engine.http import LocalClient, Reply
 from ostinato_engines.sglang_engine.protocol import ServerInfo
 
 _CALL_S = 120.0
+_BEGUN_S = 0.5
+"""A long request has begun by then."""
 _PROMPT = [5, 6, 7, 8]
 _LONG = {"max_new_tokens": 4000, "ignore_eos": True}
 _KEPT = (*(field for field in ServerInfo.__struct_fields__), "status", "context_length", "dtype")
@@ -33,27 +36,35 @@ class Recorder:
     """Makes the calls.
 
     Args:
-        client: Of a server that is idle and has no chat endpoint, so that it can be of any model.
+        client: Of a server that is idle; chat, which needs a tokenizer, is left out.
         stranger: A client of the same server with another key.
-        folder: Of the weights that it serves; an empty folder lies beside them.
+        folder: Of the weights that it serves.
         can_sleep: Whether it was started so that it can free its memory.
+        keep: Gets each exchange as soon as it is over.
     """
 
-    def __init__(self, client: LocalClient, stranger: LocalClient, folder: Path, *, can_sleep: bool) -> None:
+    def __init__(
+        self,
+        client: LocalClient,
+        stranger: LocalClient,
+        folder: Path,
+        *,
+        can_sleep: bool,
+        keep: Callable[[Exchange], None],
+    ) -> None:
         self._client = client
         self._stranger = stranger
         self._folder = folder
         self._can_sleep = can_sleep
-        self._kept: list[Exchange] = []
+        self._keep_exchange = keep
 
-    async def record(self) -> list[Exchange]:
+    async def record(self) -> None:
         """All exchanges; the server is as before, but for its cache."""
         await self._about()
         await self._requests()
         await self._refusals()
         await self._pauses()
         await self._weights()
-        return self._kept
 
     async def _about(self) -> None:
         await self._call("model_info", "/model_info", get=True)
@@ -125,7 +136,7 @@ class Recorder:
                 timeout_s=_CALL_S,
             )
         )
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(_BEGUN_S)
         await self._call(name, path, body)
         if thaw:
             await self._call(f"{name}_and_continue", "/continue_generation", {})
@@ -151,7 +162,7 @@ class Recorder:
         self._keep(name, method, path, reply.status, answer)
 
     def _keep(self, name: str, method: str, path: str, status: int, answer: Any) -> None:
-        self._kept.append(Exchange(name, method, path, status, _shortened(answer, str(self._folder))))
+        self._keep_exchange(Exchange(name, method, path, status, _shortened(answer, str(self._folder))))
 
 
 def _shortened(answer: Any, folder: str) -> Any:
