@@ -57,6 +57,7 @@ class World:
         prompt=600,
         response=400,
         model_len=None,
+        turn=None,
         num_workers=2,
         agent="tool_agent",
         reward_fn=None,
@@ -81,7 +82,7 @@ class World:
         self.manager = AgentLoopManager(
             config,
             tokens=ContinuousTokens(self.tokenizer),
-            budget=SessionBudget(prompt, response, model_len),
+            budget=SessionBudget(prompt, response, model_len, turn),
             pool=self.pool,
             client=self.client,
             tools=ToolExecutor(self.registry(**(mischief or {})), timeout_s=timeout_s, max_response_length=tool_text),

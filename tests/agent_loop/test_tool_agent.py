@@ -258,6 +258,15 @@ async def test_a_turn_cut_by_the_response_limit_ends_there(world, call):
     assert world.journal == []
 
 
+async def test_calls_of_a_turn_that_the_response_limit_cut_are_counted(world, call):
+    """A whole call in such a turn does not run, and the metrics say so."""
+    turn = call(("counter", "{}")).removesuffix("<|im_end|>")
+    segment = await world.run_ok([turn + " and"], response=len(world.encode(turn)))
+    assert segment.stop_reason is TrajectoryEnd.RESPONSE_LENGTH
+    assert (segment.metrics.num_tool_calls, segment.metrics.tool_outcomes) == (1, {"not_run": 1})
+    assert world.journal == []
+
+
 async def test_a_turn_cut_by_its_own_limit_ends_there(world):
     """A turn cut at max_tokens without a call ends the trajectory with its own reason."""
     manager = world.build([list(range(50))])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Sequence
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
@@ -66,9 +67,16 @@ class AgentLoopMetrics(msgspec.Struct):
     num_tool_calls: int = 0
     """Calls that the model made, whether they ran or not."""
     tool_outcomes: dict[str, int] = {}
-    """Calls by outcome (`ok`, `timeout`, ...); `not_run` counts those beyond `max_parallel_calls`."""
+    """Calls by outcome (`ok`, `timeout`, ...); `not_run` counts those beyond `max_parallel_calls`, and those in a turn that
+    the response's limit cut."""
     num_release_failures: int = 0
     """Tool instances whose release raised."""
+
+    def count_calls(self, outcomes: Sequence[str]) -> None:
+        """Count calls of a turn by what became of them."""
+        self.num_tool_calls += len(outcomes)
+        for outcome in outcomes:
+            self.tool_outcomes[outcome] = self.tool_outcomes.get(outcome, 0) + 1
 
 
 class AgentLoopOutput(msgspec.Struct, kw_only=True):

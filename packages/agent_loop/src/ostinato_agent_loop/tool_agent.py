@@ -22,6 +22,8 @@ from ostinato_engines import SamplingParams, StopReason
 from ostinato_rollout import BudgetExceededError, ChatSession, Reply
 from ostinato_tools import ToolCall, TrajectoryTools
 
+_NOT_RUN = "not_run"
+
 
 class AgentState(StrEnum):
     """Where a trajectory stands."""
@@ -54,8 +56,8 @@ class Episode:
 class ToolAgentLoop(AgentLoopBase):
     """Generates, runs the calls that the model made, shows it their answers, and so on until there is a reason to end.
 
-    Tools of a turn always run, also where no turn may follow: their rewards and their state count. Answers that no turn
-    follows are not part of the output.
+    Tools of a turn run also where no turn may follow: their rewards and their state count. Only those of a turn that the
+    response's limit cut do not. Answers that no turn follows are not part of the output.
     """
 
     needs_tools = True
@@ -104,6 +106,7 @@ class ToolAgentLoop(AgentLoopBase):
         episode.assistant_turns += 1
         cut = reply.stop_reason is StopReason.LENGTH
         if cut and episode.session.room == 0:
+            episode.metrics.count_calls([_NOT_RUN] * len(reply.tool_calls))
             return _ended(episode, TrajectoryEnd.RESPONSE_LENGTH)
         if reply.tool_calls or (reply.errors and not cut):
             return AgentState.PROCESSING_TOOLS
@@ -140,9 +143,7 @@ class ToolAgentLoop(AgentLoopBase):
         began = time.perf_counter()
         outcomes = await episode.tools.run(list(compress(calls, allowed))) if calls else []
         metrics.tool_calls += time.perf_counter() - began
-        metrics.num_tool_calls += len(calls)
-        for kind in [outcome.kind.value for outcome in outcomes] + ["not_run"] * allowed.count(False):
-            metrics.tool_outcomes[kind] = metrics.tool_outcomes.get(kind, 0) + 1
+        metrics.count_calls([outcome.kind.value for outcome in outcomes] + [_NOT_RUN] * allowed.count(False))
         if calls:
             rewards = [outcome.reward for outcome in outcomes]
             episode.tool_rewards += rewards

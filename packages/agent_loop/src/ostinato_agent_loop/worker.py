@@ -21,7 +21,7 @@ from ostinato_agent_loop.output import AgentLoopOutput
 from ostinato_agent_loop.reward import RewardFn, RewardResult
 from ostinato_agent_loop.trajectory import Trajectory
 from ostinato_engines import SamplingParams
-from ostinato_rollout import Failure, FailureKind, RequestTimeoutError, RolloutScheduler
+from ostinato_rollout import Failure, FailureKind, RequestTimeoutError, RolloutScheduler, log_dump
 
 logger = logging.getLogger(__name__)
 
@@ -138,9 +138,9 @@ class AgentLoopWorker:
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            raise RequestTimeoutError(
-                f"{where} must end within {timeout_s:g} s, got no result; raise the limit or find what hangs"
-            ) from error
+            message = f"{where} must end within {timeout_s:g} s, got no result; raise the limit or find what hangs"
+            log_dump(message)
+            raise RequestTimeoutError(message) from error
 
 
 async def _run_agent(
