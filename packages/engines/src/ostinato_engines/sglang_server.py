@@ -117,11 +117,6 @@ class SGLangServer(AsyncServerBase):
         self._traffic: Traffic | None = None
         self._changing = asyncio.Lock()
 
-    @property
-    def versions(self) -> str:
-        """Of SGLang, its interpreter and what it runs on, once started."""
-        return "" if self._engine is None else self._engine.versions
-
     # Life
 
     async def start(self) -> None:
