@@ -10,7 +10,7 @@ from ostinato_rollout.activity import Dump
 from ostinato_rollout.client import LLMServerClient
 from ostinato_rollout.config import AdmissionConfig, RoutingConfig, RoutingPolicy, SessionConfig
 from ostinato_rollout.decision_log import DecisionLog, replay
-from ostinato_rollout.diagnostics import dump, dumps_on_signal
+from ostinato_rollout.diagnostics import dump, dumps_on_signal, log_dump
 from ostinato_rollout.errors import (
     BudgetExceededError,
     NoReplicaError,
@@ -67,6 +67,7 @@ __all__ = [
     "derive_seed",
     "dump",
     "dumps_on_signal",
+    "log_dump",
     "make_policy",
     "replay",
 ]
