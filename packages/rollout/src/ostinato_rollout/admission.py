@@ -212,7 +212,8 @@ class Admission:
                 del self._groups[conversation.group]
         if conversation.num_turns:
             self._expected.learn(conversation.num_tokens - conversation.prompt_tokens)
-        self.admit_waiting()
+        if self._queue:
+            self.admit_waiting()
 
     def _take_out(self, conversation: Conversation) -> None:
         account = self.accounts.get(conversation.replica)  # pyright: ignore[reportArgumentType]

@@ -150,12 +150,13 @@ class LLMServerClient:
         try:
             if placement.admission.must_wait(conversation):
                 await self._wait_for_place(conversation)
+                conversation.since = time.monotonic()
             else:
                 placement.place(conversation)
         except BaseException:
             placement.close(conversation)
             raise
-        conversation.enter(Stage.BETWEEN_TURNS)
+        conversation.stage = Stage.BETWEEN_TURNS
         return conversation
 
     async def _wait_for_place(self, conversation: Conversation) -> None:
@@ -328,7 +329,8 @@ class LLMServerClient:
         deadline = asyncio.timeout(min(self._timeout_s, _RELEASE_TIMEOUT_S))
         try:
             async with deadline:
-                await conversation.interrupt()
+                if conversation.is_under_way:
+                    await conversation.interrupt()
                 conversation.enter(Stage.RELEASING)
                 server = None if conversation.replica is None else self._placement.servers.get(conversation.replica)
                 if server is not None:

@@ -122,14 +122,17 @@ class Conversation:
             num_partial=self.num_partial,
         )
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it has a turn that has not ended."""
+        return self._turn is not None
+
     async def interrupt(self) -> None:
-        """End the turn under way, if there is one, and wait until nothing of it is left."""
-        turn = self._turn
-        if turn is None:
-            return
+        """End the turn under way, and wait until nothing of it is left."""
+        assert self._turn is not None
         loop = asyncio.get_running_loop()
-        if not turn.expired():
-            turn.reschedule(loop.time())
+        if not self._turn.expired():
+            self._turn.reschedule(loop.time())
         if self._ended is None:
             self._ended = loop.create_future()
         await asyncio.shield(self._ended)
