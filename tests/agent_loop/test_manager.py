@@ -64,6 +64,8 @@ class FailingAgent(AgentLoopBase):
             output = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1])
             output.response_mask.append(1)
             return output
+        if how == "floats":
+            return AgentLoopOutput(prompt_ids=[1], response_ids=[2.0], response_mask=[1])
         if how == "score":
             return [
                 AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1], reward_score=score)
@@ -132,6 +134,7 @@ async def test_one_failing_trajectory_touches_no_other(world, caplog):
         ("cancel", FailureKind.CANCELLED, "CancelledError"),
         ("declare", FailureKind.AGENT, "declared"),
         ("corrupt", FailureKind.AGENT, "response_mask must be as long"),
+        ("floats", FailureKind.AGENT, "response_ids must hold integers"),
     ],
 )
 async def test_every_kind_of_misbehaviour_is_a_recorded_failure(world, how, kind, text):
@@ -207,6 +210,7 @@ async def test_the_reward_comes_as_soon_as_a_trajectory_ends(world):
         (ZeroDivisionError("oh"), FailureKind.REWARD, "ZeroDivisionError: oh"),
         (0.5, FailureKind.REWARD, "must return a RewardResult, got 0.5"),
         (float("nan"), FailureKind.REWARD, "finite number, got nan"),
+        ("no extra", FailureKind.REWARD, "extra must be a dict of named values, got None"),
         ("hang", FailureKind.TIMEOUT, "within 0.1 s"),
         (TimeoutError("the judge is busy"), FailureKind.TIMEOUT, "the judge is busy"),
         (asyncio.CancelledError(), FailureKind.REWARD, "CancelledError"),
@@ -218,6 +222,8 @@ async def test_a_reward_that_fails_is_a_failure_not_a_zero(world, result, kind, 
     async def reward(row, outputs):
         if result == "hang":
             await asyncio.Event().wait()
+        if result == "no extra":
+            return RewardResult(1.0, None)
         if isinstance(result, BaseException):
             raise result
         return RewardResult(result) if result != result else result
@@ -230,6 +236,22 @@ async def test_a_reward_that_fails_is_a_failure_not_a_zero(world, result, kind, 
     assert text in trajectory.failure.message
     assert trajectory.reward is None
     assert trajectory.segments[0].reward_score is None
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+async def test_what_rewards_found_out_may_differ_from_row_to_row(world, first):
+    """Whichever row comes first, each trajectory keeps its own extras, agents of two kinds in one batch."""
+    extras = [{"acc": 1}, {"acc": 0, "pred": "x"}, {}]
+
+    async def reward(row, outputs):
+        return RewardResult(0.5, extras[row["index"]])
+
+    batch_rows = rows(3)
+    batch_rows[1]["agent_name"] = "tool_agent"
+    manager = world.build(lambda request: DONE, reward_fn=reward, agent="single_turn_agent")
+    batch = await manager.generate_sequences(batch_rows[first:] + batch_rows[:first], n=1, step=0)
+    found = [trajectory.reward.extra for trajectory in batch.trajectories]
+    assert found == extras[first:] + extras[:first]
 
 
 async def test_an_agents_own_score_is_the_reward(world):

@@ -25,6 +25,10 @@ class RewardResult(msgspec.Struct, frozen=True):
             raise RewardResultError(
                 f"score must be a finite number, got {self.score!r}; raise an error where there is no score"
             )
+        if not isinstance(self.extra, dict):
+            raise RewardResultError(
+                f"extra must be a dict of named values, got {self.extra!r:.80}; leave it out for none"
+            )
 
 
 class RewardFn(Protocol):
