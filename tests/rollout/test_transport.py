@@ -32,6 +32,7 @@ from ostinato_rollout import ChatSession, LLMServerClient, ServerPool, SessionBu
 pytest.importorskip("zmq")
 
 from ostinato_rollout.transport import (
+    AddressError,
     RemoteServer,
     ReplicaLostError,
     ReplicaService,
@@ -122,6 +123,19 @@ async def until(condition):
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110  what is waited for has no event
             await asyncio.sleep(0.005)
+
+
+async def listening(server, address):
+    """A service at an address that was another's; a port is free a moment after its socket has been closed."""
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                replica = ReplicaService(server, address)
+                await replica.start()
+            except AddressError:
+                await asyncio.sleep(0.01)
+            else:
+                return replica
 
 
 # What crosses
@@ -518,7 +532,8 @@ async def test_a_replica_that_was_restarted_is_found_again():
             await task
         later = Watched()
         later.policy_version = 5
-        async with ReplicaService(later, address) as restarted:
+        restarted = await listening(later, address)
+        try:
             outs = await asyncio.gather(*(remote.generate([1, 2, 3], PARAMS, f"r{index}") for index in range(5)))
             assert [out.token_ids for out in outs] == [[3, 7]] * 5
             assert (restarted.num_callers, later.num_starts, remote.policy_version) == (1, 1, 5)
@@ -526,6 +541,8 @@ async def test_a_replica_that_was_restarted_is_found_again():
             client = LLMServerClient([remote])
             assert (await client.generate("r0", [1, 2, 3, 3, 7], PARAMS)).token_ids == [5, 7]
             await client.release("r0")
+        finally:
+            await restarted.close()
 
 
 async def test_a_remote_server_that_is_not_started_asks_nothing():

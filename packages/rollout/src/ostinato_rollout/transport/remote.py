@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -25,9 +25,6 @@ from ostinato_rollout.transport.link import Link, LinkOptions
 from ostinato_rollout.transport.mailbox import checked_key
 from ostinato_rollout.transport.prompts import id_bytes
 from ostinato_rollout.transport.stats import TransportStats
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +169,7 @@ class RemoteServer(ForwardingServer):
             link = await self._reached()
             return await link.generate(memoryview(error.prompt), params, request_id)
 
-    async def update_weights(self, manifest: WeightManifest, weights: "Iterable[tuple[str, Tensor]]") -> None:
+    async def update_weights(self, manifest: WeightManifest, weights: Iterable[tuple[str, Any]]) -> None:
         """Streams through shared memory, so that the replica must be on this host; see `AsyncServerBase.update_weights`."""
         self._status.require_loaded()
         await super().update_weights(manifest, weights)
