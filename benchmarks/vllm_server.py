@@ -1,7 +1,7 @@
 """VLLMServer on this machine: does it keep the contract, how fast is it, and what do logprobs and updates cost.
 
     python -m benchmarks.vllm_server [--part conformance|speed|update|sleep] [--shape small|smollm2-135m|qwen3-1.7b | --model FOLDER]
-        [--dtype NAME] [--eager] [--requests N] [--new-tokens N] [--pairs N] [--tensor-parallel N] [--tolerance X] [--offline]
+        [--dtype NAME] [--eager] [--requests N] [--new-tokens N] [--pairs N] [--tensor-parallel N] [--tolerance X] [--offline] [--seeds]
 
 Runs in an environment that has vllm and ostinato-engines. The model is random with the given shape, unless a checkpoint is named. `speed`
 interleaves the same requests without and with the sampled token's logprob, and through vLLM's own final-only way; medians count.
@@ -128,6 +128,7 @@ async def speed(server: VLLMServer, options: argparse.Namespace, model: Any) -> 
     ways: dict[str, Callable[[], Awaitable[None]]] = {
         "none": lambda: ours(server, prompts, options.new_tokens, logprobs=False),
         "logprobs": lambda: ours(server, prompts, options.new_tokens, logprobs=True),
+        **({"seeded": lambda: ours(server, prompts, options.new_tokens, seeds=True)} if options.seeds else {}),
         "plain": lambda: plain(server, prompts, options.new_tokens),
     }
     if options.offline:
@@ -179,10 +180,17 @@ def offline(llm: Any, prompts: list[list[int]], new_tokens: int) -> None:
     assert all(len(out.outputs[0].logprobs) == new_tokens for out in outs)
 
 
-async def ours(server: VLLMServer, prompts: list[list[int]], new_tokens: int, *, logprobs: bool) -> None:
+async def ours(
+    server: VLLMServer, prompts: list[list[int]], new_tokens: int, *, logprobs: bool = True, seeds: bool = False
+) -> None:
     """All requests at once through the server."""
-    params = SamplingParams(max_tokens=new_tokens, logprobs=logprobs)
-    outs = await asyncio.gather(*(server.generate(prompt, params, f"r{index}") for index, prompt in enumerate(prompts)))
+    asked = [
+        SamplingParams(max_tokens=new_tokens, logprobs=logprobs, seed=index if seeds else None)
+        for index in range(len(prompts))
+    ]
+    outs = await asyncio.gather(
+        *(server.generate(prompt, asked[index], f"r{index}") for index, prompt in enumerate(prompts))
+    )
     assert all(len(out.token_ids) == new_tokens for out in outs)
     assert all((out.logprobs is not None) == logprobs for out in outs)
 

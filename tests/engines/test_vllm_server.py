@@ -205,6 +205,17 @@ async def test_kept_requests_go_on_with_exact_spans(server):
         assert out.logprobs[place] == pytest.approx(truth, abs=1e-4), (place, switch)
 
 
+async def test_seeds_of_more_prompts_than_a_step_takes(server):
+    """Seeded requests whose prompts do not fit into one step together draw what they draw alone."""
+    prompts = [[(7 * index + place) % VOCAB for place in range(3000)] for index in range(8)]
+    asked = SamplingParams(max_tokens=4, seed=11)
+    crowd = await asyncio.gather(
+        *(server.generate(prompt, asked, f"long-{index}") for index, prompt in enumerate(prompts))
+    )
+    for prompt, out in zip(prompts, crowd, strict=True):
+        assert (await server.generate(prompt, asked, "alone")).token_ids == out.token_ids
+
+
 async def test_chat_through_vllm(server):
     """`chat_completion` is vLLM's own endpoint: it renders the checkpoint's template; what it does not know is refused."""
     request = {

@@ -105,6 +105,9 @@ def engine_arguments(options: LaunchOptions, parts: VLLMParts) -> dict[str, Any]
         arguments["enable_sleep_mode"] = True
     if options.lora is not None:
         arguments["enable_lora"] = True
+    if parts.device_type == devices.HOST and "enable_chunked_prefill" in known:
+        # After a part of a prompt vLLM takes a seeded draw back, which generators on the CPU cannot: the engine would die.
+        arguments["enable_chunked_prefill"] = False
     for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"):
         if getattr(options, name) is not None:
             arguments[name] = getattr(options, name)
