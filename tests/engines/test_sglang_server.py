@@ -260,6 +260,7 @@ async def weights_that_do_not_fit(server, update):
         await task
 
 
+@pytest.mark.slow
 async def test_chat(checkpoint):
     """SGLang's endpoint renders the checkpoint's template; what it does not know is refused, and a pause ends what it does."""
     words = {f"w{index}" if index else "<unk>": index for index in range(96)}
@@ -315,6 +316,7 @@ def is_alive(pid):
         return False
 
 
+@pytest.mark.slow
 async def test_the_engine_ends_with_its_owner(checkpoint, tmp_path):
     """A killed owner, which can clean up nothing, takes the whole engine with it."""
     program = tmp_path / "owner.py"
@@ -363,6 +365,34 @@ async def test_an_engine_that_does_not_start(checkpoint, tmp_path):
         SGLangServer(checkpoint, engine_args={"sampling-backend": "pytorch"})
     with pytest.raises(EngineInputError, match="max_model_len must be an integer"):
         SGLangServer(checkpoint, max_model_len=0)
+
+
+async def test_an_engine_that_cannot_compute(checkpoint, tmp_path):
+    """A server that comes up and dies at its first request has not started: its log says why, before anybody needs it."""
+    program = tmp_path / "dying.py"
+    program.write_text(
+        "import asyncio, os, sys\n"
+        "from ostinato_engines.sglang_engine.running import REQUIRED\n"
+        "from ostinato_engines.testing.sglang_stub.arguments import load_plugins, read_arguments\n"
+        "from ostinato_engines.testing.sglang_stub.web import Response, WebServer\n"
+        "arguments = read_arguments(sys.argv[1:], load_plugins())\n"
+        "info = {'version': '0', 'max_req_input_len': 9, 'max_total_num_tokens': 9, 'sampling_backend': 'ostinato'}\n"
+        "def says(content):\n"
+        "    async def answer(request):\n"
+        "        return Response(content)\n"
+        "    return answer\n"
+        "async def dies(request):\n"
+        "    print('RuntimeError: failed to dispatch data type Float', file=sys.stderr, flush=True)\n"
+        "    os._exit(1)\n"
+        "routes = {('GET', '/model_info'): says({'model_path': 'm'}), ('GET', '/server_info'): says(info),\n"
+        "    ('GET', '/openapi.json'): says({'paths': dict.fromkeys(REQUIRED, {})}), ('POST', '/generate'): dies}\n"
+        "asyncio.run(WebServer(routes, arguments.api_key).serve(arguments.host, arguments.port))\n"
+    )
+    server = SGLangServer(checkpoint, launcher=(sys.executable, str(program)))
+    with pytest.raises(EngineStartError, match=r"must compute with model(?s:.*)failed to dispatch data type Float"):
+        await server.start()
+    assert (await server.health()).state is EngineState.NEW
+    await server.shutdown()
 
 
 async def test_an_interpreter_without_sglang(checkpoint):

@@ -29,14 +29,16 @@ from ostinato_engines.sglang_engine.launch import (
     write_plugin,
 )
 from ostinato_engines.sglang_engine.process import ServerProcess
+from ostinato_engines.sglang_engine.protocol import sampling_body
 from ostinato_engines.sglang_engine.running import RunningEngine, until_up
-from ostinato_engines.types import WeightManifest
+from ostinato_engines.types import SamplingParams, WeightManifest
 from ostinato_engines.vllm_engine.checkpoint import CheckpointTensors
 from ostinato_engines.vllm_engine.diagnosis import explain
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 60.0
+_LAST_WORD_S = 10.0
 _SPARE_FILES = 256
 _LOOK = """
 import json, sys
@@ -104,6 +106,7 @@ async def start_engine(options: LaunchOptions, *, timeout_s: float) -> StartedEn
         client = LocalClient(port, key)
         await _wait_for(process, client, options, timeout_s)
         running = await RunningEngine.of(client)
+        await _warm_up(running, process, options, config, timeout_s)
         tensors, why_not = _tensors_of(options, config)
         return StartedEngine(
             process=process,
@@ -134,6 +137,23 @@ async def _wait_for(process: ServerProcess, client: LocalClient, options: Launch
     finally:
         up.cancel()
         ended.cancel()
+
+
+async def _warm_up(
+    running: RunningEngine, process: ServerProcess, options: LaunchOptions, config: CheckpointConfig, timeout_s: float
+) -> None:
+    """One small request: what is compiled at first use, or cannot be computed at all, shows now."""
+    params = sampling_body(SamplingParams(), max_new_tokens=2, seed=0, vocab_size=config.vocab_size)
+    body = {"rid": "ostinato-warm-up", "input_ids": [0], "sampling_params": params, "return_logprob": True}
+    try:
+        await asyncio.wait_for(running.generate(body), timeout_s)
+        await running.drop_cache()
+    except (EngineError, OSError) as error:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.ended(), _LAST_WORD_S)
+        raise EngineStartError(
+            f"sglang must compute with model {options.model}, got an error:{explain(process.log_tail(), error)}"
+        ) from error
 
 
 async def _look_at(python: str, environment: Mapping[str, str]) -> dict[str, str]:
