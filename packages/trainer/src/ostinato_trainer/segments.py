@@ -8,7 +8,9 @@ the trajectory and the column.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,8 +101,12 @@ def _log_probs(segment: Segment, full_mask: np.ndarray) -> np.ndarray:
     column = np.full(len(full_mask), np.nan, dtype=np.float32)
     if segment.response_logprobs is None:
         return column
+    values = segment.response_logprobs
     try:
-        given = np.asarray(segment.response_logprobs, dtype=np.float32)
+        if type(values) is list:  # as for integers
+            with contextlib.suppress(TypeError):
+                values = array("f", values)
+        given = np.asarray(values, dtype=np.float32)
     except (TypeError, ValueError) as error:
         raise _error(segment, "response_logprobs must hold numbers only", str(error)) from error
     num_prompt = len(segment.prompt_ids)
@@ -121,15 +127,18 @@ def _log_probs(segment: Segment, full_mask: np.ndarray) -> np.ndarray:
 def _integers(segment: Segment, name: str, values: Sequence[int]) -> np.ndarray:
     if not len(values):
         return np.zeros(0, dtype=np.int64)
+    if type(values) is list:  # by way of an array several times faster; what an array does not take, numpy names
+        with contextlib.suppress(TypeError, OverflowError):
+            return np.frombuffer(array("I", values), dtype=np.uintc).astype(np.int64)
     try:
-        array = np.asarray(values)
+        numbers = np.asarray(values)
     except ValueError as error:
         raise _error(segment, f"{name} must be a flat sequence of integers", str(error)) from error
-    if array.ndim != 1 or array.dtype.kind not in "iub":
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iub":
         raise _error(
-            segment, f"{name} must be a flat sequence of integers", f"{array.dtype} of shape {list(array.shape)}"
+            segment, f"{name} must be a flat sequence of integers", f"{numbers.dtype} of shape {list(numbers.shape)}"
         )
-    return array.astype(np.int64, copy=False)
+    return numbers.astype(np.int64, copy=False)
 
 
 def _positions_of(pieces: Sequence[_Pieces]) -> torch.Tensor | None:
