@@ -7,7 +7,7 @@ through LLMServerClient, RemoteServer and ReplicaService, verl's through its LLM
 generate, release). The same conversations, whose answers are checked, in rounds that take both sides in turn; medians over rounds count.
 
 - `overhead_ratio`: verl's time for a later turn of a conversation of 1,000 tokens over ours, one conversation at a time.
-- `growth_1k_to_64k`: our time for a later turn at 64,000 tokens over that at 1,000.
+- `growth_1k_to_64k`: our time for a later turn at 64,000 tokens over that at 1,000, the two conversations turn by turn.
 - `throughput_ratio`: our calls per second over verl's, with 64 conversations of 1,000 tokens at once.
 
 verl's part runs in its own environment (`python -m benchmarks.peers verl`); without it our own figures are printed, and null.
@@ -101,11 +101,12 @@ class Side:
 def one_round(sides: Mapping[str, Side], turns: int) -> dict[str, dict[str, float]]:
     """The figures of every side, taken in turn."""
     figures: dict[str, dict[str, float]] = {name: {} for name in sides}
-    for tokens in (SHORT, LONG):
-        for name, side in sides.items():
-            figures[name][f"us_{tokens}"] = 1e6 * statistics.median(side.ask(what="turns", tokens=tokens, turns=turns))
     for name, side in sides.items():
-        figures[name]["calls_s"] = side.ask(what="many", tokens=SHORT, turns=max(2, turns // 4), at_once=AT_ONCE)
+        seconds = side.ask(what="turns", tokens=[SHORT, LONG], turns=turns)
+        for tokens, values in zip((SHORT, LONG), seconds, strict=True):
+            figures[name][f"us_{tokens}"] = 1e6 * statistics.median(values)
+    for name, side in sides.items():
+        figures[name]["calls_s"] = side.ask(what="many", tokens=[SHORT], turns=max(2, turns // 4), at_once=AT_ONCE)
     return figures
 
 

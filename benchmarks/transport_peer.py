@@ -1,8 +1,8 @@
 """verl's client over Ray, for the benchmark `transport`; and how either side is measured.
 
 Runs in verl's own environment (`python -m benchmarks.peers verl`), so it imports nothing of ours. A side reads one JSON command a line and
-answers with one: `{"what": "turns", "tokens": N, "turns": T}` with the seconds of each turn but the first, `{"what": "many", ...}` with the
-calls per second of many conversations at once.
+answers with one: `{"what": "turns", "tokens": [N, ...], "turns": T}` with the seconds of each turn but the first, for each length;
+`{"what": "many", "tokens": [N], "turns": T, "at_once": C}` with the calls per second of many conversations at once.
 """
 
 import asyncio
@@ -27,19 +27,28 @@ def answer_to(prompt_ids: Any) -> list[int]:
     return [len(prompt_ids), prompt_ids[0], prompt_ids[-1]]
 
 
-async def converse(generate: Generate, make_prompt: MakePrompt, name: str, tokens: int, turns: int) -> list[float]:
-    """Seconds of each turn of one conversation, whose prompts grow and whose answers are checked."""
-    ids = [index % 50_000 for index in range(tokens)]
-    seconds = []
-    for _ in range(turns):
-        prompt, expected = make_prompt(ids), answer_to(ids)
+class Conversation:
+    """One whose prompts grow and whose answers are checked."""
+
+    def __init__(self, generate: Generate, make_prompt: MakePrompt, name: str, tokens: int) -> None:
+        self._generate, self._make_prompt, self._name = generate, make_prompt, name
+        self._ids = [index % 50_000 for index in range(tokens)]
+        self.seconds: list[float] = []
+
+    async def turn(self) -> None:
+        """Asks once, by the clock."""
+        prompt, expected = self._make_prompt(self._ids), answer_to(self._ids)
         started = time.perf_counter()
-        got = await generate(name, prompt)
-        seconds.append(time.perf_counter() - started)
+        got = await self._generate(self._name, prompt)
+        self.seconds.append(time.perf_counter() - started)
         if got != expected:
             raise SystemExit(f"the answer must be {expected}, got {got}")
-        ids += [*got, *NEW_IDS]
-    return seconds
+        self._ids += [*got, *NEW_IDS]
+
+    async def hold(self, turns: int) -> None:
+        """Asks so many times."""
+        for _ in range(turns):
+            await self.turn()
 
 
 async def obey(generate: Generate, make_prompt: MakePrompt) -> None:
@@ -48,14 +57,20 @@ async def obey(generate: Generate, make_prompt: MakePrompt) -> None:
     while line := await asyncio.to_thread(sys.stdin.readline):
         number += 1
         command = json.loads(line)
-        tokens, turns = command["tokens"], command["turns"]
+        lengths, turns = command["tokens"] * command.get("at_once", 1), command["turns"]
+        talks = [
+            Conversation(generate, make_prompt, f"{number}-{index}", tokens) for index, tokens in enumerate(lengths)
+        ]
         if command["what"] == "turns":
-            answer: Any = (await converse(generate, make_prompt, f"talk-{number}", tokens, turns))[1:]
+            # Turn by turn, so that what else the machine does disturbs all lengths alike.
+            for _ in range(turns):
+                for talk in talks:
+                    await talk.turn()
+            answer: Any = [talk.seconds[1:] for talk in talks]
         else:
             started = time.perf_counter()
-            names = [f"talk-{number}-{index}" for index in range(command["at_once"])]
-            await asyncio.gather(*(converse(generate, make_prompt, name, tokens, turns) for name in names))
-            answer = len(names) * turns / (time.perf_counter() - started)
+            await asyncio.gather(*(talk.hold(turns) for talk in talks))
+            answer = len(talks) * turns / (time.perf_counter() - started)
         print(json.dumps(answer), flush=True)
 
 
