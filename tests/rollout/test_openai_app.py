@@ -611,8 +611,8 @@ async def test_the_end_of_the_app_ends_what_is_under_way(openai_app, ask, tokeni
         asking = asyncio.create_task(ask(url, CHAT, request()))
         await until(lambda: len(server.requests) == 1)
     status, _, body = await asking
-    assert status == 410
-    assert error_of(body)["code"] == "ended"
+    assert status == 503
+    assert error_of(body)["code"] == "shutting_down"
     must_be_idle(app)
     assert len(server.released) == 1
     with pytest.raises(OSError):

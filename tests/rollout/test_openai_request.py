@@ -55,6 +55,9 @@ def test_what_cannot_be_obeyed_is_refused_by_name(name):
     ("fields", "param"),
     [
         ({"colour": "red"}, "colour"),
+        ({"store": 0}, "store"),
+        ({"frequency_penalty": False}, "frequency_penalty"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "warm"}, "temperature"),
         ({"top_p": 0}, "top_p"),

@@ -319,6 +319,48 @@ async def test_closing_goes_on_where_who_waits_for_it_leaves():
     talk.must_be_free()
 
 
+async def test_taking_goes_on_where_who_takes_leaves():
+    """Whoever gives up waiting for a session to end leaves no conversation open, whatever was under way in it."""
+    talk = Talk([spelled("a"), spelled("b")])
+    said = await talk.ask([USER], session="s")
+    talk.server._gate = asyncio.Event()
+    asking = asyncio.create_task(talk.ask([USER, said, USER], session="s"))
+    await talk.asked(2)
+    taking = asyncio.create_task(talk.store.take("s"))
+    await asyncio.sleep(0)
+    assert "s" not in talk.store
+    taking.cancel()
+    await asyncio.wait([taking, asking])
+    assert taking.cancelled()
+    await talk.store.close()
+    assert talk.server.released == [talk.server.requests[0].request_id]
+    talk.must_be_free()
+
+
+async def test_what_is_taken_is_closed():
+    """A session's conversations are handed out when all of them are closed, one that was let go of before among them."""
+    talk = Talk(lambda _: spelled("x"), max_open=1)
+    gate, waits, release = asyncio.Event(), asyncio.Event(), talk.server.release
+
+    async def slow_at_first(request_id):
+        if not waits.is_set():
+            waits.set()
+            await gate.wait()
+        await release(request_id)
+
+    talk.server.release = slow_at_first
+    await talk.ask([USER], session="s")
+    asking = asyncio.create_task(talk.ask([{"role": "user", "content": "Another."}], session="s"))
+    await waits.wait()
+    taking = asyncio.create_task(talk.store.take("s"))
+    await asyncio.wait([taking], timeout=0.1)
+    assert not taking.done()
+    gate.set()
+    assert len(await taking) == len(talk.server.released) == 2
+    await asking
+    talk.must_be_free()
+
+
 class Client:
     """A client with several histories, which asks, asks twice at once, rewrites, leaves in mid-turn, and ends sessions."""
 

@@ -28,7 +28,7 @@ from ostinato_rollout.config import AdmissionConfig, SessionConfig
 from ostinato_rollout.errors import NoReplicaError, SessionInputError
 from ostinato_rollout.openai_app.answers import Answer, chunks, completion
 from ostinato_rollout.openai_app.conversations import SessionStore
-from ostinato_rollout.openai_app.delivery import TurnResponse, error_response, json_response, read_body, told
+from ostinato_rollout.openai_app.delivery import TurnResponse, error_response, header, json_response, read_body, told
 from ostinato_rollout.openai_app.errors import ApiError, UnknownSessionError
 from ostinato_rollout.openai_app.limits import AppLimits
 from ostinato_rollout.openai_app.request import ChatRequest, parse_request
@@ -177,7 +177,7 @@ class OpenAIApp:
     def _check_key(self, request: Request) -> None:
         if self._key is None:
             return
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        scheme, _, key = (header(request, "Authorization") or "").partition(" ")
         if not hmac.compare_digest(key.strip().encode(), self._key) or scheme.lower() != "bearer":
             raise ApiError(
                 "Authorization must be 'Bearer KEY' with this server's key, got another; set api_key in your client",
@@ -208,7 +208,7 @@ class OpenAIApp:
 
     async def _answer(self, chat: ChatRequest, session: str | None) -> Answer:
         if self._is_closed:
-            raise ApiError("the server must be up, is shutting down; try again later", status=503, code="shutting_down")
+            raise _shutting_down()
         if self._num_in_flight and self._num_in_flight + chat.n > self.limits.max_in_flight:
             raise ApiError(
                 f"answers must be at most {self.limits.max_in_flight} at a time, got {chat.n} more; wait and try again",
@@ -221,6 +221,10 @@ class OpenAIApp:
             return await answer_request(
                 chat, self.sessions, session=session, model=self.model, logprobs_known=logprobs_known
             )
+        except asyncio.CancelledError:
+            if self._is_closed:
+                raise _shutting_down() from None
+            raise
         finally:
             self._num_in_flight -= chat.n
 
@@ -300,7 +304,7 @@ async def _health_of(server: AsyncServerBase) -> Health:
 
 def _session_name(request: Request) -> str | None:
     """Return the session that a request names, by its path or by its header."""
-    names = {request.path_params.get("session"), request.headers.get("x-session-id")} - {None}
+    names = {request.path_params.get("session"), header(request, "X-Session-ID")} - {None}
     if len(names) > 1:
         raise ApiError(
             "X-Session-ID must be the session of the path, got another; send one of them", param="X-Session-ID"
@@ -314,6 +318,12 @@ def _session_name(request: Request) -> str | None:
     return name
 
 
+def _shutting_down() -> ApiError:
+    return ApiError(
+        "the server must be up, got a request while it shuts down; try again later", status=503, code="shutting_down"
+    )
+
+
 def _no_model(name: str, served: str) -> ApiError:
     return ApiError(
         f"model must be {served!r}, which is served here, got {name!r:.120}; send that name",
@@ -324,9 +334,11 @@ def _no_model(name: str, served: str) -> ApiError:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
+    status, headers = (error.status_code, error.headers) if isinstance(error, HTTPException) else (500, None)
     message = (
         f"the path must be one of /v1/chat/completions, /v1/models, /health and /sessions/NAME, each by its method,"
         f" got {request.method} {request.url.path!r:.200}; see the documentation"
     )
-    return error_response(ApiError(message, status=status))
+    response = error_response(ApiError(message, status=status))
+    response.headers.update(headers or {})  # which methods a path has
+    return response

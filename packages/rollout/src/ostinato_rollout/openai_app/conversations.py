@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -60,7 +60,7 @@ class Conversation:
         if self.answered and len(messages) == self.num_seen:
             return False
         returned = ((messages[place].get("reasoning_content"), known) for place, known in self.reasoning.items())
-        return all(given is None or given == known for given, known in returned)
+        return all(not given or given == known for given, known in returned)
 
 
 class _Session:
@@ -70,6 +70,7 @@ class _Session:
         self.open: list[Conversation] = []  # can be continued; the longest idle one first
         self.order: list[ChatSession] = []  # all, as they began, for a named session
         self.requests: set[asyncio.Task] = set()
+        self.closing: set[asyncio.Task[None]] = set()
         self.last_used = time.monotonic()
 
 
@@ -163,7 +164,7 @@ class SessionStore:
                 f"session must be known, got {name!r}; nothing was sampled in it, it has ended, or was idle for"
                 f" {self._limits.idle_timeout_s:g} s"
             )
-        await self._end(session)
+        await self._end([session])
         return tuple(chat for chat in session.order if _has_sampled(chat))
 
     async def expire(self) -> None:
@@ -180,9 +181,8 @@ class SessionStore:
         """End everything; requests that are under way are cancelled."""
         sessions = [*self._named.values(), self._unnamed]
         self._named, self._unnamed = {}, _Session()
-        for session in sessions:
-            await self._end(session)
-        if self._closing:
+        await self._end(sessions)
+        while self._closing:
             await asyncio.wait(self._closing)
 
     def _session(self, name: str | None) -> _Session:
@@ -240,30 +240,44 @@ class SessionStore:
                 del self._named[name]
         await self._let_go(session, leaving)
 
-    async def _end(self, session: _Session) -> None:
-        """Cancel what is under way in a session and close its conversations."""
+    async def _end(self, sessions: Sequence[_Session]) -> None:
+        """Cancel what is under way in sessions and close their conversations."""
+        await _all_done([self._to_the_end(self._end_one(session)) for session in sessions])
+
+    async def _end_one(self, session: _Session) -> None:
         for task in session.requests:
             task.cancel()
-        if session.requests:
-            await asyncio.wait(session.requests)
+        await _all_done(session.requests)
         await self._let_go(session, list(session.open))
+        await _all_done(session.closing)  # those that were let go of before
 
     async def _let_go(self, session: _Session, conversations: Sequence[Conversation]) -> None:
-        """Close conversations, to the end even where who waits for it is cancelled."""
+        """Close conversations."""
         tasks = []
         for conversation in conversations:
             session.open.remove(conversation)
-            task = asyncio.create_task(conversation.chat.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closed)
+            task = self._to_the_end(conversation.chat.close())
+            session.closing.add(task)
+            task.add_done_callback(session.closing.discard)
             tasks.append(task)
-        if tasks:
-            await asyncio.wait(tasks)
+        await _all_done(tasks)
+
+    def _to_the_end(self, ending: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Start what must be done to the end even where who waits for it is cancelled."""
+        task = asyncio.create_task(ending)
+        self._closing.add(task)
+        task.add_done_callback(self._closed)
+        return task
 
     def _closed(self, task: asyncio.Task[None]) -> None:
         self._closing.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a conversation could not be closed", exc_info=error)
+
+
+async def _all_done(tasks: Collection[asyncio.Task]) -> None:
+    if tasks:
+        await asyncio.wait(tasks)
 
 
 def _has_sampled(chat: ChatSession) -> bool:

@@ -48,15 +48,29 @@ def told(error: BaseException) -> ApiError:
     return known or ApiError("the server has a fault; its log says more", status=500, code="internal_error")
 
 
+def header(request: Request, name: str) -> str | None:
+    """Return a header that a request may bear once.
+
+    Raises:
+        ApiError: It came several times, and each one may say something else.
+    """
+    values = request.headers.getlist(name)
+    if len(values) > 1:
+        raise ApiError(f"{name} must be sent once, got {len(values)}; remove all but one", param=name)
+    return values[0] if values else None
+
+
 async def read_body(request: Request, limits: AppLimits) -> bytes:
     """Read a body of JSON.
 
     Raises:
-        ApiError: 413 where it is too long, 415 where it is of another kind, 408 where it comes too slowly.
+        ApiError: 413 where it is too long, 415 where it is of another kind, 408 where it comes too slowly, 400 where its
+            kind is said twice.
         ClientDisconnect: The client went away.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" or request.headers.get("content-encoding", "identity") != "identity":
+    kind = (header(request, "Content-Type") or "").partition(";")[0].strip().lower()
+    encoding = (header(request, "Content-Encoding") or "identity").lower()
+    if kind != "application/json" or encoding != "identity":
         raise ApiError(
             f"Content-Type must be application/json, uncompressed, got {kind!r:.80}; send that header", status=415
         )
@@ -119,6 +133,7 @@ class TurnResponse(Response, Generic[T]):
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+            _error_of(working)  # nobody is left to be told, and asyncio must not miss it
 
     def _respond(self, working: asyncio.Future[T]) -> Response:
         error = _error_of(working)

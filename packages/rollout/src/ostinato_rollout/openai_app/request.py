@@ -185,13 +185,18 @@ def _without_neutral(given: dict[str, Any]) -> dict[str, Any]:
                 param=name[:80],
                 code="unknown_field",
             )
-        elif value not in _NEUTRAL[name]:
+        elif not _is_neutral(name, value):
             raise ApiError(
                 f"{name} must be left out, got {value!r:.80}; {_CURES.get(name, 'this server does not have it')}",
                 param=name,
                 code="unsupported_field",
             )
     return obeyed
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Tell whether a value asks for nothing; to JSON, unlike to Python, false is no number."""
+    return any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in _NEUTRAL[name])
 
 
 def _schema_error(error: msgspec.ValidationError) -> ApiError:

@@ -12,13 +12,18 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ostinato_rollout.openai_app.app import OpenAIApp
-from ostinato_rollout.openai_app.errors import ServeError
+from ostinato_rollout.openai_app.delivery import error_response
+from ostinato_rollout.openai_app.errors import ApiError, ServeError
 
 _BACKLOG = 2048
+_MAX_BYTES_AHEAD = 1 << 16
+"""What is read of the requests that a client sends while another one is answered."""
+_MAX_HEAD_BYTES = 1 << 14
 _GRACE_S = 5
 """Seconds that connections get to take their last bytes."""
 
@@ -59,7 +64,14 @@ class _Server(uvicorn.Server):
 
     def __init__(self, app: OpenAIApp) -> None:
         protocol = type("_AppProtocol", (_WatchedProtocol,), {"patience_s": app.limits.idle_connection_s})
-        options = {"lifespan": "off", "log_config": None, "access_log": False, "ws": "none", "http": protocol}
+        options = {
+            "h11_max_incomplete_event_size": _MAX_HEAD_BYTES,
+            "lifespan": "off",
+            "log_config": None,
+            "access_log": False,
+            "ws": "none",
+            "http": protocol,
+        }
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=_GRACE_S, **options))
         self.ready = asyncio.Event()
 
@@ -73,7 +85,11 @@ class _Server(uvicorn.Server):
 
 
 class _WatchedProtocol(H11Protocol):
-    """A connection that is closed when its client neither completes a request nor takes what it was sent."""
+    """A connection that is closed when its client neither completes a request nor takes what it was sent.
+
+    It reads on while a request is answered, because only so it notices that the client leaves, and answers what is no
+    HTTP in the form of all errors.
+    """
 
     patience_s: float
 
@@ -90,6 +106,27 @@ class _WatchedProtocol(H11Protocol):
         self._watch.cancel()
         self._watch = self.loop.call_later(self.patience_s, self._look)
         super().on_response_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) <= _MAX_BYTES_AHEAD:
+            self.flow.resume_reading()
+
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            answer = error_response(
+                ApiError(
+                    f"the request must be HTTP/1.1 with headers of at most {_MAX_HEAD_BYTES} bytes, got something else;"
+                    " correct it"
+                )
+            )
+            for event in (
+                h11.Response(status_code=400, headers=[*answer.raw_headers, (b"connection", b"close")]),
+                h11.Data(data=bytes(answer.body)),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event))
+        self.transport.close()  # where a response has begun, there is no place for another one
 
     def _look(self) -> None:
         before, self._num_unsent = self._num_unsent, self.transport.get_write_buffer_size()
