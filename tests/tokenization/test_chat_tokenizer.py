@@ -242,6 +242,16 @@ def test_bad_messages_are_named(tiny, messages, error, says):
         tiny.encode_chat(messages)
 
 
+def test_a_call_that_no_parser_can_read_is_shown_as_it_was(tiny):
+    """Arguments that are no JSON, or nested deeper than it can be read, render as the text that they are."""
+    for arguments in ("{", "[" * 5000, '{"a":' * 5000 + "1" + "}" * 5000):
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        shown = tiny.render(
+            [USER, {"role": "assistant", "content": "", "tool_calls": [call]}], add_generation_prompt=False
+        )
+        assert arguments in shown
+
+
 def test_bad_tools_are_named(tiny):
     """Tools that are no JSON, or no list, are refused."""
     with pytest.raises(MessageError, match="JSON values"):

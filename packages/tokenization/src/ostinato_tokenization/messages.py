@@ -141,7 +141,7 @@ def _arguments_of(arguments: Any) -> dict[str, Any]:
         return {}
     try:
         value = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, UnicodeEncodeError):
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         return RawArguments(arguments)
     return value if isinstance(value, dict) else RawArguments(arguments)
 
