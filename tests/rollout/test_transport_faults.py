@@ -136,8 +136,9 @@ def test_garbage_is_answered_and_ends_nothing(messages, as_caller):
         (generate([1, 2])[0],),
         (*generate([1, 2]), b"more"),
         (wire.Ping(1), b"more"),
+        (b"\x94\xa4call\x01\xa5abort" + b"\x91" * 100_000,),
     ],
-    ids=["hash", "length", "bytes", "no ids", "frames", "ping"],
+    ids=["hash", "length", "bytes", "no ids", "frames", "ping", "depth"],
 )
 async def test_a_message_that_cannot_be_served_ends_its_connection(dial, frames):
     """The sender is told, and what it had is freed; it may come again."""

@@ -248,7 +248,7 @@ class Link:
         try:
             (frame,) = frames
             reply = wire.decode_reply(frame)
-        except (ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, RecursionError, msgspec.MsgspecError) as error:
             self._stats.num_malformed += 1
             logger.warning("a message of the replica at %s could not be read: %r", self._options.address, str(error))
             return

@@ -168,7 +168,7 @@ class ReplicaService:
             elif isinstance(request, wire.Generate | wire.Call | wire.Ping):
                 self._send(identity, wire.Stranger(request.number))
         # Whatever arrives: the sender is told, and it is counted.
-        except (ValueError, IndexError, msgspec.MsgspecError) as error:
+        except (ValueError, IndexError, RecursionError, msgspec.MsgspecError) as error:
             self.stats.num_malformed += 1
             logger.warning("a message could not be served: %r", str(error))
             self._send(identity, wire.Refused(f"a message could not be served: {error}"))
