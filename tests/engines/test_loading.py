@@ -172,5 +172,5 @@ def test_our_engines_are_found_by_name():
         server = construct_server(engine_class(name), "model", {"max_model_len": 64, "cast_weights": True, "seed": 1})
         assert server.max_model_len == 64
         assert name in type(server).__name__.lower()
-    with pytest.raises(EngineLoadError, match="one of transformers, vllm, sglang, got 'trtllm'"):
+    with pytest.raises(EngineLoadError, match=f"one of {', '.join(ENGINES)}, got 'trtllm'"):
         engine_class("trtllm")
