@@ -42,7 +42,8 @@ def test_parts_that_agree_are_accepted():
         ({"prompt_ids": [1, -2]}, "prompt_ids must hold integers from 0 on"),
         ({"response_ids": [3, 4.0, 5]}, "response_ids must hold integers from 0 on"),
         ({"response_ids": [3, None, 5]}, "response_ids must hold integers from 0 on"),
-        ({"response_mask": [1.0, 0, 1]}, "response_mask must hold integers"),
+        ({"response_mask": [1.0, 0, 1]}, "response_mask must hold 0 and 1 only, got 1.0"),
+        ({"response_mask": [1, -1, 300]}, "response_mask must hold 0 and 1 only, got -1"),
         ({"position_ids": [0, 1, 2, 3, "4"]}, "position_ids must hold integers"),
         (
             {"response_logprobs": [-1.0, 0.0, float("-inf")]},

@@ -121,29 +121,28 @@ class AgentLoopOutput(msgspec.Struct, kw_only=True):
 
     def check(self) -> None:
         """Raise AgentLoopOutputError if the parts contradict each other."""
-        for name in ("prompt_ids", "response_ids", "response_mask", "position_ids"):
-            value = getattr(self, name)
-            if value is not None or name != "position_ids":
-                _check_integers(name, value)
-        length, mask = len(self.response_ids), self.response_mask
+        _check_integers("prompt_ids", self.prompt_ids)
+        _check_integers("response_ids", self.response_ids)
+        _check_mask(self.response_mask)
+        if self.position_ids is not None:
+            _check_integers("position_ids", self.position_ids)
+        length = len(self.response_ids)
         if not self.prompt_ids and self.failure is None:
             raise AgentLoopOutputError(
                 "prompt_ids must hold at least one token, got none; the first sampled token needs something before it"
             )
-        if len(mask) != length:
+        if len(self.response_mask) != length:
             raise AgentLoopOutputError(
-                f"response_mask must be as long as response_ids ({length}), got {len(mask)}; extend both together"
-            )
-        if mask.count(0) + mask.count(1) != length:
-            wrong = next(value for value in mask if value not in (0, 1))
-            raise AgentLoopOutputError(f"response_mask must hold 0 and 1 only, got {wrong!r}; 1 marks sampled tokens")
-        if self.response_logprobs is not None and len(self.response_logprobs) != length:
-            raise AgentLoopOutputError(
-                f"response_logprobs must be as long as response_ids ({length}), got {len(self.response_logprobs)};"
-                " give None where the engine reports none"
+                f"response_mask must be as long as response_ids ({length}), got {len(self.response_mask)};"
+                " extend both together"
             )
         if self.response_logprobs is not None:
             _check_numbers("response_logprobs", self.response_logprobs)
+            if len(self.response_logprobs) != length:
+                raise AgentLoopOutputError(
+                    f"response_logprobs must be as long as response_ids ({length}), got {len(self.response_logprobs)};"
+                    " give None where the engine reports none"
+                )
         total = len(self.prompt_ids) + length
         if self.position_ids is not None and len(self.position_ids) != total:
             raise AgentLoopOutputError(
@@ -174,6 +173,19 @@ def _check_integers(name: str, value: Any) -> None:
         raise AgentLoopOutputError(
             f"{name} must hold integers from 0 on, got {value!r:.80} ({error}); convert them"
         ) from error
+
+
+def _check_mask(mask: Any) -> None:
+    """Raise unless it is a list of 0 and 1."""
+    if not isinstance(mask, list):
+        raise AgentLoopOutputError(f"response_mask must be a list of ints, got {type(mask).__name__}; convert it")
+    try:
+        known = not bytes(mask).translate(None, b"\x00\x01")
+    except (TypeError, ValueError):
+        known = False
+    if not known:
+        wrong = next((value for value in mask if type(value) is not int or value not in (0, 1)), mask)
+        raise AgentLoopOutputError(f"response_mask must hold 0 and 1 only, got {wrong!r:.80}; 1 marks sampled tokens")
 
 
 def _check_numbers(name: str, value: Any) -> None:
