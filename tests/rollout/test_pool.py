@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from ostinato_engines import SamplingParams, UnsupportedError, WeightManifest
-from ostinato_rollout import FailureKind, NoReplicaError, ReplicaError, ServerPool, SessionInputError
+from ostinato_rollout import FailureKind, NoReplicaError, ReplicaError, RoundRobin, ServerPool, SessionInputError
 
 MANIFEST = WeightManifest(version=3, tensors=())
 
@@ -139,3 +139,20 @@ def test_wrong_arguments_are_refused(stub_server):
         ServerPool([server, server])
     with pytest.raises(SessionInputError, match="timeout_s"):
         ServerPool([server], timeout_s=-1)
+
+
+async def test_a_lost_server_that_is_not_the_pools_concerns_its_client_only(stub_server):
+    """A server that was added to a client by hand and fails for good is out of that client; the pool is as before."""
+    own, foreign = stub_server(), stub_server([ConnectionError("lost")])
+
+    async def broken():
+        raise ConnectionError("no route")
+
+    foreign.health = broken
+    pool = ServerPool([own])
+    client = pool.client(policy=RoundRobin())
+    client.add_server(foreign)
+    for name in "ab":
+        await client.generate(name, [1], SamplingParams(max_tokens=2))
+    assert list(client.num_in_flight) == [0]
+    assert (pool.servers, pool.lost) == ((own,), {})

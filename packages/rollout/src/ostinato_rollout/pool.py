@@ -192,6 +192,8 @@ class ServerPool:
         logger.error("replica %d is out of service: %s: %s", replica, failure.where, failure.message)
 
     def _found_lost(self, server: AsyncServerBase, error: BaseException) -> None:
+        if not any(known is server for known in self._all.values()):
+            return  # somebody added it to a client by hand
         where = f"replica {self._index(server)} had to generate"
         self.take_out(server, Failure.from_error(error, where, kind=FailureKind.ENGINE))
 
