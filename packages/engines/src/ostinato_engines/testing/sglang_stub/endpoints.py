@@ -157,7 +157,7 @@ class Endpoints:
 
     async def _openapi(self, request: Request) -> Response:
         paths: dict[str, dict[str, Any]] = {}
-        for method, path in self.routes:
+        for method, path in self.routes.keys() - {("GET", "/openapi.json")}:
             paths.setdefault(path, {})[method.lower()] = {}
         chat = {"properties": {name: {} for name in CHAT_FIELDS}}
         return Response({"paths": paths, "components": {"schemas": {"ChatCompletionRequest": chat}}})

@@ -101,7 +101,6 @@ class Recorder:
     async def _refusals(self) -> None:
         few = {"max_new_tokens": 3}
         await self._generate("too_long", "r-6", few, input_ids=[5] * 1_000_000)
-        await self._generate("beyond_the_vocabulary", "r-7", few, input_ids=[5, 1 << 30])
         await self._generate("high_penalty", "r-8", {**few, "repetition_penalty": 2.5})
         await self._generate("top_k_of_zero", "r-9", {**few, "top_k": 0})
         await self._call("unknown_mode", "/pause_generation", {"mode": "sideways"})
