@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import threading
 
 import numpy as np
@@ -89,6 +90,27 @@ async def test_a_prompt_that_is_none_is_refused(serve, make_model, prompt):
     server = await serve(make_model())
     with pytest.raises(EngineInputError, match="prompt_ids must"):
         await server.generate(prompt, GREEDY, "a")
+
+
+async def test_every_legal_value_is_sampled_from(serve, make_model):
+    """The largest and smallest parameters that a request may have, alone and together, end no request and no engine."""
+    edges = {
+        "temperature": (5e-324, 1e30),
+        "top_p": (5e-324, 1.0),
+        "top_k": (1, 2**31 - 1),
+        "min_p": (5e-324, 1.0),
+        "repetition_penalty": (1e-30, 1e30),
+        "max_tokens": (1, 2**70),
+        "seed": (0, 2**63 - 1),
+        "stop_token_ids": ((), (0, 2**31 - 1)),
+    }
+    alone = [{name: value} for name, values in edges.items() for value in values]
+    together = [{name: values[at] for name, values in edges.items()} for at in (0, 1)]
+    server = await serve(make_model())
+    for given in [*alone, *together]:
+        output = await server.generate([1, 2, 3], SamplingParams(**{"max_tokens": 2, **given}), "edges")
+        assert all(math.isfinite(logprob) for logprob in output.logprobs), given
+    assert (await server.health()).ready
 
 
 async def test_the_checkpoints_generation_config_is_ignored(serve, make_model, forward_of, tmp_path):

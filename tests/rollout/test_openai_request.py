@@ -55,6 +55,8 @@ def test_what_cannot_be_obeyed_is_refused_by_name(name):
     ("fields", "param"),
     [
         ({"colour": "red"}, "colour"),
+        ({"top_k": 2**70}, "top_k"),
+        ({"repetition_penalty": 1e-308}, "repetition_penalty"),
         ({"store": 0}, "store"),
         ({"frequency_penalty": False}, "frequency_penalty"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls"),

@@ -4,7 +4,6 @@ Plain frozen structs: they pickle, encode with msgspec, and load neither torch n
 """
 
 import difflib
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -55,13 +54,18 @@ class EngineState(StrEnum):
     CLOSED = "closed"
 
 
+_MAX_INT = 2**31 - 1
+"""Engines keep ids and counts in 32 bits."""
+_MAX_FACTOR = 1e30
+"""Logits that are multiplied or divided by more do not fit float32."""
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_number(name: str, value: Any, ok: bool | None, constraint: str, cure: str) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not ok:
+def _check_number(name: str, value: Any, ok: bool, constraint: str, cure: str) -> None:
+    if not ok:
         raise SamplingParamsError(f"{name} must be {constraint}, got {value!r}; {cure}")
 
 
@@ -77,7 +81,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """
 
     temperature: float = 1.0
-    """0 takes the most probable token; its logprob is then that of the distribution at temperature 1."""
+    """At most 1e30. 0 takes the most probable token; its logprob is then that of the distribution at temperature 1."""
     top_p: float = 1.0
     """In (0, 1]: the smallest set of most probable tokens that holds this mass."""
     top_k: int = -1
@@ -85,7 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     min_p: float = 0.0
     """In [0, 1]: drops tokens less probable than this fraction of the most probable one."""
     repetition_penalty: float = 1.0
-    """Above 0: divides positive and multiplies negative logits of every token seen in prompt or output."""
+    """In [1e-30, 1e30]: divides positive and multiplies negative logits of every token seen in prompt or output."""
     max_tokens: int | None = None
     """At most so many new tokens; None takes all the room there is."""
     stop_token_ids: tuple[int, ...] = ()
@@ -98,8 +102,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         _check_number(
             "temperature",
             self.temperature,
-            _real(self.temperature) and self.temperature >= 0,
-            "at least 0",
+            _real(self.temperature) and 0 <= self.temperature <= _MAX_FACTOR,
+            f"in [0, {_MAX_FACTOR:g}]",
             "0 is greedy",
         )
         _check_number("top_p", self.top_p, _real(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]", "1 keeps all tokens")
@@ -107,10 +111,16 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             "min_p", self.min_p, _real(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]", "0 keeps all tokens"
         )
         penalty = self.repetition_penalty
-        _check_number("repetition_penalty", penalty, _real(penalty) and penalty > 0, "above 0", "1 is no penalty")
-        if not _is_int(self.top_k) or self.top_k < -1:
+        _check_number(
+            "repetition_penalty",
+            penalty,
+            _real(penalty) and 1 / _MAX_FACTOR <= penalty <= _MAX_FACTOR,
+            f"in [{1 / _MAX_FACTOR:g}, {_MAX_FACTOR:g}]",
+            "1 is no penalty",
+        )
+        if not _is_int(self.top_k) or not -1 <= self.top_k <= _MAX_INT:
             raise SamplingParamsError(
-                f"top_k must be an integer of at least -1, got {self.top_k!r}; -1 keeps all tokens"
+                f"top_k must be an integer in [-1, {_MAX_INT}], got {self.top_k!r}; -1 keeps all tokens"
             )
         if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 0):
             raise SamplingParamsError(
@@ -131,9 +141,9 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                     f"stop_token_ids must be a tuple of token ids, got {stops!r}; () stops at none"
                 )
             msgspec.structs.force_setattr(self, "stop_token_ids", tuple(stops))
-        if not all(_is_int(token_id) and token_id >= 0 for token_id in self.stop_token_ids):
+        if not all(_is_int(token_id) and 0 <= token_id <= _MAX_INT for token_id in self.stop_token_ids):
             raise SamplingParamsError(
-                f"stop_token_ids must be token ids of at least 0, got {stops!r}; remove the others"
+                f"stop_token_ids must be token ids in [0, {_MAX_INT}], got {stops!r}; remove the others"
             )
 
     @classmethod
