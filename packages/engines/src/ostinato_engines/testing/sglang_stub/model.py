@@ -57,6 +57,8 @@ class Model:
         self._asleep: set[str] = set()
         self._late: list[str] = []
         """Aborts that came while the scheduler stood still."""
+        self._retracted: set[str] = set()
+        """Requests that were put back into the queue: aborted there, they lose what they have."""
         self._may_go = asyncio.Event()
         self._may_go.set()
         self._idle = asyncio.Event()
@@ -97,10 +99,13 @@ class Model:
             params = SamplingParams.from_mapping({**params, "max_tokens": min(limit, room)})
             output = await self.engine.generate(input_ids, params, name)
             self._known[name] = [*input_ids, *output.token_ids]
+            if rid in self._retracted and output.stop_reason is StopReason.ABORTED:
+                return TokenOutput([], [], StopReason.ABORTED)
             return output if cached else _without_cache(output)
         finally:
             self._running.discard(rid)
             self._names.pop(rid, None)
+            self._retracted.discard(rid)
             if not self._running:
                 self._idle.set()
 
@@ -152,6 +157,8 @@ class Model:
         self._may_go.clear()
         if mode != "abort":
             await self.engine.pause(PauseMode.KEEP)
+        if mode == "retract":
+            self._retracted |= self._running
 
     async def go_on(self) -> None:
         """Undoes `pause`."""
