@@ -19,6 +19,7 @@ from ostinato_tokenization.errors import TokenizerLoadError, VocabularyError
 from ostinato_tokenization.fast_bpe import Encode, describe, fast_encoder, id_array
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+_MAX_SHORT = 16
 
 
 class EncodePlain(Protocol):
@@ -223,13 +224,20 @@ class PlainEncoder:
         """
         ids = array("i")
         start, strip_next = 0, False
+        short: dict[tuple[str, bool], array[int]] = {}  # what a template writes between tokens, again and again
         for at, end, token in found:
             if token.single_word and _touches_word(text, at, end):
                 continue
             piece = text[start:at]
             piece = piece.lstrip() if strip_next else piece
             piece = piece.rstrip() if token.lstrip else piece
-            ids += self.encode_array(restore(piece), with_prefix=with_prefix)
+            key = piece, with_prefix
+            known = short.get(key)
+            if known is None:
+                known = self.encode_array(restore(piece), with_prefix=with_prefix)
+                if len(piece) <= _MAX_SHORT:
+                    short[key] = known
+            ids += known
             ids.append(token.id)
             start, strip_next, with_prefix = end, token.rstrip, self.prefix_follows(token)
         piece = text[start:].lstrip() if strip_next else text[start:]

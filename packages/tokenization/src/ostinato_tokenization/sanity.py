@@ -167,6 +167,12 @@ class _Comparison:
     def run(self) -> SanityReport | None:
         if self._refusal:
             return self._report(0, 0, f"the conversation no longer renders ({self._refusal})")
+        if self._rendered[: len(self._recorded)] == self._recorded:  # id by id, as most are: nothing to walk along
+            self._pos, self._turn = (
+                len(self._recorded),
+                sum(self._origins[at] == Origin.SAMPLED for at, _ in self._runs),
+            )
+            return self._compare_rest()
         lead: list[int] = []
         for number, (start, end) in enumerate(self._runs):
             origin = self._origins[start]
@@ -182,6 +188,9 @@ class _Comparison:
                 lead = [] if report else self._step_over_common(self._recorded[words:end])
             if report is not None:
                 return report
+        return self._compare_rest()
+
+    def _compare_rest(self) -> SanityReport | None:
         rest = [token_id for token_id in self._rendered[self._pos :] if token_id not in self._stops]
         if self._tokenizer.decode(rest).strip() and rest != self._profile.frame.ids_at_end[-len(rest) :].tolist():
             return self._report(len(self._recorded), self._pos, "the rendering goes on where the record ends")
