@@ -5,6 +5,7 @@ import importlib.util
 import multiprocessing
 import os
 import signal
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -391,7 +392,8 @@ async def test_a_dead_engine_answers_no_order(cramped):
 
 
 async def test_a_vllm_whose_scheduler_is_another(checkpoint, monkeypatch):
-    """Where outputs cannot be held, every token comes over by itself: the contract is kept, and the server says so."""
+    """Where outputs cannot be held, every token comes over by itself: the contract is kept, the server says so, and nothing of it stays."""
+    before = set(os.listdir(tempfile.gettempdir()))
     monkeypatch.setattr("ostinato_engines.vllm_engine.launch.hold_outputs", lambda config: "the scheduler is another")
     server = VLLMServer(checkpoint, **OPTIONS)
     await server.start()
@@ -406,6 +408,8 @@ async def test_a_vllm_whose_scheduler_is_another(checkpoint, monkeypatch):
         logprob_tolerance=1e-4,
         deadline_s=60.0,
     )
+    left = set(os.listdir(tempfile.gettempdir())) - before
+    assert not {name for name in left if name.startswith("ostinato-vllm-") or name.count("-") == 4}
 
 
 async def test_which_schedulers_can_hold():

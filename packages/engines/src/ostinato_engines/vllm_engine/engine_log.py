@@ -1,4 +1,4 @@
-"""A file that vLLM's processes write their log to, beside what they print, so that an error can quote it."""
+"""A folder for what vLLM's processes write: their log, beside what they print, so that an error can quote it, and their sockets."""
 
 import json
 import os
@@ -8,6 +8,9 @@ from pathlib import Path
 
 VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
 """Where vLLM's processes look for their logging configuration."""
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""Where they make their sockets, which vLLM leaves behind."""
+_LONGEST_FOLDER = 107 - len("/00000000-0000-0000-0000-000000000000")
 _TAIL_BYTES = 256 << 10
 
 
@@ -47,7 +50,8 @@ class EngineLog:
         if self._folder is None and os.environ.get(VARIABLE):
             return {}
         folder = self._folder or self._open()
-        return {VARIABLE: str(folder / "logging.json")}
+        sockets = {SOCKETS: str(folder)} if len(str(folder)) <= _LONGEST_FOLDER else {}
+        return {VARIABLE: str(folder / "logging.json"), **sockets}
 
     @property
     def _file(self) -> Path:
