@@ -17,6 +17,7 @@ from ostinato_engines.testing import ScriptedServer
 from ostinato_rollout import LLMServerClient, SessionInputError
 from ostinato_rollout.openai_app import AppLimits, OpenAIApp, ServeError, serving
 from ostinato_rollout.openai_app.serving import _WatchedProtocol
+from ostinato_tools import get_parser
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "Hi."}
@@ -635,10 +636,12 @@ async def test_only_loopback_without_a_key(openai_app):
 
 
 async def test_what_an_app_is_made_of_is_checked(openai_app):
-    """Names, keys and limits that could not work are refused where they are given."""
+    """Names, keys, formats and limits that could not work are refused where they are given."""
     async with openai_app() as (_, app, _):
         for options in ({"model": ""}, {"model": "m", "api_key": ""}, {"model": "m", "api_key": "schl\u00fcssel"}):
             with pytest.raises(SessionInputError):
                 OpenAIApp(app._pool, app._tokens, **options)
+        with pytest.raises(SessionInputError, match="choose the format that the model was trained with"):
+            OpenAIApp(app._pool, app._tokens, model="m", parser=get_parser("gpt_oss"))
     with pytest.raises(SessionInputError, match="max_messages"):
         AppLimits(max_messages=0)

@@ -35,6 +35,7 @@ from ostinato_rollout.openai_app.request import ChatRequest, parse_request
 from ostinato_rollout.openai_app.turns import answer_request
 from ostinato_rollout.pool import ServerPool
 from ostinato_rollout.session import ChatSession
+from ostinato_rollout.turn_reader import TurnReader
 from ostinato_rollout.types import SessionBudget
 from ostinato_tokenization import ContinuousTokens
 from ostinato_tools import ToolParser
@@ -61,7 +62,8 @@ class OpenAIApp:
             continues would keep its place, and engines queue by themselves.
 
     Raises:
-        SessionInputError: The model or the key is empty, or the key is no ASCII.
+        SessionInputError: The model or the key is empty, the key is no ASCII, or the tokenizer has no token for what ends
+            a turn in the parser's format.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class OpenAIApp:
             raise SessionInputError(
                 "api_key must be printable ASCII, got another text; choose one of letters and digits"
             )
+        TurnReader(tokens.tokenizer, parser, None)  # each conversation makes one; what it would refuse is refused now
         self.model, self.limits = model, limits or AppLimits()
         self._pool, self._tokens, self._parser = pool, tokens, parser
         self._client = client or pool.client(admission=AdmissionConfig(enable=False))
