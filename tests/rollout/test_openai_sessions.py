@@ -275,6 +275,17 @@ async def test_what_is_kept_is_bounded():
     assert [len(_sampled(chat)) for chat in chats] == [2, 2, 2]
 
 
+async def test_samples_that_a_session_has_no_room_for_are_refused_together():
+    """A request for more samples than a session may hold is refused before any of them is sampled."""
+    talk = Talk(lambda _: spelled("x"), max_segments=2)
+    with pytest.raises(ApiError, match="at most 2 conversations, got 3 more"):
+        await talk.ask([USER], session="s", n=3)
+    assert (talk.server.requests, len(talk.store)) == ([], 0)
+    await talk.ask([USER], session="s", n=2)
+    assert len(await talk.store.take("s")) == 2
+    talk.must_be_free()
+
+
 async def test_what_is_idle_expires(monkeypatch, caplog):
     """Sessions and conversations that nobody used for the bound end, and are counted; those under way do not."""
     talk = Talk(lambda _: spelled("x"), idle_timeout_s=10)

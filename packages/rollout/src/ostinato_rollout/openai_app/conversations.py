@@ -151,6 +151,22 @@ class SessionStore:
             session.open.append(session.open.pop(session.open.index(conversation)))
             await self._tidy(session, conversation, name)
 
+    def check_room(self, name: str | None, num_new: int = 1) -> None:
+        """Check that a session may begin so many conversations.
+
+        Raises:
+            ApiError: It would hold too many.
+        """
+        if name is None:
+            return
+        num_begun = len(self._named[name].order) if name in self._named else 0
+        if num_begun + num_new > self._limits.max_segments:
+            raise ApiError(
+                f"a session must hold at most {self._limits.max_segments} conversations, got {num_new} more beside the"
+                f" {num_begun} of {name!r}; continue one of them, or use another session",
+                code="too_many_segments",
+            )
+
     async def take(self, name: str) -> tuple[ChatSession, ...]:
         """End a session and return its conversations in which something was sampled, closed, in the order in which they
         began; their `segments` hold what was sampled. Requests that are under way are cancelled.
@@ -213,12 +229,7 @@ class SessionStore:
         return max(fitting, key=lambda conversation: conversation.num_seen, default=None)
 
     def _begin(self, session: _Session, name: str | None, tools: Sequence[dict], shown: bytes) -> Conversation:
-        if name is not None and len(session.order) >= self._limits.max_segments:
-            raise ApiError(
-                f"a session must hold at most {self._limits.max_segments} conversations, got another history in {name!r};"
-                " continue one of them, or use another session",
-                code="too_many_segments",
-            )
+        self.check_room(name)
         conversation = Conversation(self._open_chat(name, tools), shown)
         session.open.append(conversation)
         if name is not None:

@@ -27,6 +27,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "presence_penalty": (0,),
     "prompt_cache_key": (),
+    "prompt_cache_retention": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "safety_identifier": (),

@@ -45,6 +45,7 @@ async def answer_request(
     if request.n == 1:
         choices = [await _sample(request, store, session, params, anew=False)]
     else:
+        store.check_room(session, request.n)  # a request that is refused has sampled nothing
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(_sample(request, store, session, _with_seed(params, index), anew=True))
