@@ -187,8 +187,8 @@ def test_a_place_that_is_not_there_is_no_silent_default():
         ({"temperature": 0, "top_p": 0.5, "min_p": 0.2}, {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "top_k": -1}),
         ({"temperature": 0.6, "top_k": 1}, {"temperature": 0.0, "top_k": -1}),
         ({"temperature": 1e-30}, {"temperature": 1e-6}),
-        ({"top_k": 2**40}, {"top_k": -1}),
-        ({"stop_token_ids": (3, 2**70)}, {"stop_token_ids": [3], "ignore_eos": False}),
+        ({"top_k": 2**31 - 1}, {"top_k": -1}),
+        ({"stop_token_ids": (3, 2**31 - 1)}, {"stop_token_ids": [3], "ignore_eos": False}),
     ],
 )
 def test_our_parameters_in_sglang_s_words(params, told):
