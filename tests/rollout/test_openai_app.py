@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("starlette", reason="the app needs the extra serve")
 pytest.importorskip("uvicorn", reason="the app needs the extra serve")
 
-from ostinato_engines import EngineInputError, EngineNotReadyError, NonFiniteLogitsError
+from ostinato_engines import EngineInputError, EngineNotReadyError, NonFiniteLogitsError, StopReason, TokenOutput
 from ostinato_engines.testing import ScriptedServer
 from ostinato_rollout import LLMServerClient, SessionInputError
 from ostinato_rollout.openai_app import AppLimits, OpenAIApp, ServeError, serving
@@ -268,23 +268,28 @@ async def test_only_json_is_read(openai_app, ask):
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("answer", "status"),
     [
         (EngineNotReadyError("it sleeps"), 503),
         (EngineInputError("ids must be in the vocabulary"), 400),
         (NonFiniteLogitsError("logits are NaN"), 502),
         (RuntimeError("bug"), 502),
+        (RuntimeError("bug in \udcff"), 502),
+        (TokenOutput([10**9], None, StopReason.STOP), 502),
+        (TokenOutput([5], [float("nan")], StopReason.STOP), 502),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_engine_that_fails_is_told_by_status(openai_app, ask, error, status, stream):
-    """What an engine raises becomes the status that says whose turn it is, also for a stream that has not begun."""
-    async with openai_app([error]) as (url, app, server):
+async def test_an_engine_that_fails_is_told_by_status(openai_app, ask, answer, status, stream):
+    """What an engine raises, or answers against its contract, becomes the status that says whose turn it is, also for a
+    stream that has not begun."""
+    async with openai_app([answer]) as (url, app, server):
         found, headers, body = await ask(url, CHAT, request(stream=stream))
         must_be_idle(app)
         assert app.sessions.num_open == 0
     assert found == status
-    assert str(error) in error_of(body)["message"]
+    said = error_of(body)["message"]
+    assert not isinstance(answer, Exception) or str(answer).replace("\udcff", "\\udcff") in said
     assert ("retry-after" in headers) == (status == 503)
     assert len(server.released) == 1
 
@@ -645,3 +650,11 @@ async def test_what_an_app_is_made_of_is_checked(openai_app):
             OpenAIApp(app._pool, app._tokens, model="m", parser=get_parser("gpt_oss"))
     with pytest.raises(SessionInputError, match="max_messages"):
         AppLimits(max_messages=0)
+
+
+async def test_a_server_that_answers_nothing_is_at_fault(openai_app, ask, stub_server):
+    """What is no output of an engine at all is the engine's failure, and not the request's."""
+    async with openai_app(server=stub_server(["text"])) as (url, app, _):
+        status, _, body = await ask(url, CHAT, request())
+        assert (status, error_of(body)["code"]) == (502, "engine_error")
+        must_be_idle(app)

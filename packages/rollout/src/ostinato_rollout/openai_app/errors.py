@@ -56,7 +56,8 @@ class ApiError(RolloutError, RuntimeError):
     def body(self) -> dict[str, Any]:
         """The error in OpenAI's form."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        message = str(self).encode(errors="backslashreplace").decode()  # what others raised need not be Unicode
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def as_api_error(error: BaseException) -> ApiError | None:

@@ -12,13 +12,13 @@ import uuid
 
 import msgspec
 
-from ostinato_engines import SamplingParams
+from ostinato_engines import EngineInputError, SamplingParams
 from ostinato_rollout.openai_app.answers import Answer, Choice, finish_reason, visible_message
 from ostinato_rollout.openai_app.conversations import SessionStore
 from ostinato_rollout.openai_app.errors import ApiError
 from ostinato_rollout.openai_app.request import ChatRequest
 from ostinato_rollout.seeds import derive_seed
-from ostinato_tokenization import TokenLedger
+from ostinato_tokenization import TokenizationError, TokenLedger
 
 
 async def answer_request(
@@ -63,7 +63,11 @@ async def _sample(
         ledger = chat.ledger
         assert ledger is not None  # it was extended
         prompt_ids, num_cached = ledger.snapshot(), chat.metrics.num_cached_tokens
-        reply = await chat.generate(params)
+        try:
+            reply = await chat.generate(params)
+        except (TokenizationError, EngineInputError) as error:
+            # What an engine refuses is a ReplicaError: this is about what it answered.
+            raise ApiError(f"the engine failed: {error}", status=502, code="engine_error") from error
         message, errors = visible_message(reply, calls_allowed=request.calls_allowed)
         if reply.num_tokens:
             conversation.answer(message)
