@@ -81,7 +81,7 @@ class LocalClient:
                 writer.write(head.encode() + body)
                 await writer.drain()
                 return await _read_reply(reader)
-            except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
+            except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError, IndexError) as error:
                 raise ConnectionError(f"{method} {path} broke off: {error}") from error
             finally:
                 writer.close()
