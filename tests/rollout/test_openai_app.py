@@ -217,6 +217,13 @@ async def test_models_and_health(openai_app, ask):
         assert int(headers["retry-after"]) > 0
 
 
+async def test_a_length_that_nobody_knows_is_null(openai_app, ask):
+    """Before an engine has said how much it holds, as while it loads, the model is listed without a length."""
+    async with openai_app() as (url, _, _):
+        [model] = json.loads((await ask(url, "/v1/models"))[2])["data"]
+        assert model["max_model_len"] is None
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [("GET", CHAT, 405), ("GET", "/", 404), ("POST", "/health", 405), ("DELETE", "/sessions/none", 404)],

@@ -23,6 +23,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ostinato_engines import AsyncServerBase, EngineState, Health
+from ostinato_engines.server import UNKNOWN_MAX_MODEL_LEN
 from ostinato_rollout.client import LLMServerClient
 from ostinato_rollout.config import AdmissionConfig, SessionConfig
 from ostinato_rollout.errors import NoReplicaError, SessionInputError
@@ -271,13 +272,13 @@ class OpenAIApp:
         return json_response(self._model())
 
     def _model(self) -> dict:
-        length = min((server.max_model_len for server in self._pool.servers), default=None)
+        length = min((server.max_model_len for server in self._pool.servers), default=UNKNOWN_MAX_MODEL_LEN)
         return {
             "id": self.model,
             "object": "model",
             "created": self._created,
             "owned_by": "ostinato",
-            "max_model_len": length,
+            "max_model_len": None if length == UNKNOWN_MAX_MODEL_LEN else length,
         }
 
     async def _health(self, _request: Request) -> Response:
