@@ -94,6 +94,36 @@ async def test_trajectories_with_two_conversations_each_do_not_wait_for_each_oth
     assert batch.metrics["agent_loop/admission/max"] > batch.metrics["agent_loop/admission/min"]
 
 
+@register("takes_a_while")
+class TakesAWhile(AgentLoopBase):
+    """One turn, and a third of the time that a trajectory may take."""
+
+    async def run(self, sampling_params, **row):
+        async with self.context.open_session(row) as session:
+            await session.extend([USER])
+            await session.generate(sampling_params)
+            await asyncio.sleep(1.0)
+        return outputs_from_session(session, num_turns=1, stop_reason=TrajectoryEnd.STOP, metrics=AgentLoopMetrics())
+
+
+async def test_the_wait_for_a_place_is_no_part_of_a_trajectory_s_time(world, managed):
+    """Where two places serve ten trajectories, the last ones wait longer than a trajectory may take, and all of them end."""
+    server = Small(lambda request: "hello<|im_end|>", encode=world.encode)
+    manager = managed([server], agent=AgentConfig(default_agent_loop="takes_a_while", trajectory_timeout_s=3.0))
+    batch = await manager.generate_sequences([ROW] * 10, n=1, step=0)
+    assert [trajectory.failure for trajectory in batch.trajectories] == [None] * 10
+    assert batch.metrics["agent_loop/admission/max"] > 3.0
+
+
+async def test_a_trajectory_that_has_its_place_is_bounded(world, managed):
+    """After its wait the clock runs on: what hangs then ends as a timeout, and its place goes to the next one."""
+    server = Small(lambda request: "hello<|im_end|>", encode=world.encode)
+    manager = managed([server], agent=AgentConfig(default_agent_loop="takes_a_while", trajectory_timeout_s=0.3))
+    batch = await manager.generate_sequences([ROW] * 4, n=1, step=0)
+    assert [trajectory.failure.kind for trajectory in batch.trajectories] == [FailureKind.TIMEOUT] * 4
+    assert len(server.released) == 4
+
+
 async def test_choices_are_logged_by_the_policy_of_the_configuration(world, managed, tmp_path):
     """The named policy chooses, and its log replays."""
     path = tmp_path / "decisions.jsonl"

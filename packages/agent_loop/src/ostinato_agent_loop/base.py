@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 from ostinato_agent_loop.config import MultiTurnConfig
@@ -35,12 +36,16 @@ class AgentLoopContext:
     """Which trajectory this is."""
     group_id: str = ""
     """Which row's group it belongs to."""
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered while a conversation waits for its place: the trajectory's clock stands still then."""
     sessions: list[ChatSession] = dataclasses.field(default_factory=list)
     """What `open_session` gave out; closed by the worker if the agent does not."""
 
-    def for_trajectory(self, group_id: str, trajectory_id: str) -> AgentLoopContext:
+    def for_trajectory(
+        self, group_id: str, trajectory_id: str, waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> AgentLoopContext:
         """Return the context of another trajectory."""
-        return dataclasses.replace(self, group_id=group_id, trajectory_id=trajectory_id, sessions=[])
+        return dataclasses.replace(self, group_id=group_id, trajectory_id=trajectory_id, waiting=waiting, sessions=[])
 
     def open_session(self, row: Mapping[str, Any], tools: Sequence[dict] | None = None) -> ChatSession:
         """Return a new conversation; use it as `async with`, or close it.
@@ -62,6 +67,7 @@ class AgentLoopContext:
             tools=tools,
             request_id=request_id,
             group=self.trajectory_id or None,
+            waiting=self.waiting,
         )
         self.sessions.append(session)
         return session

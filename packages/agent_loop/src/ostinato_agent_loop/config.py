@@ -100,7 +100,7 @@ class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     max_concurrency: int = 256
     """Most trajectories that one worker has under way."""
     trajectory_timeout_s: float = 3600.0
-    """Seconds after which a trajectory is given up and recorded as failed, its wait for a place on a replica included."""
+    """Seconds after which a trajectory is given up and recorded as failed; its wait for a place on a replica does not count."""
     reward_timeout_s: float = 600.0
     """Seconds after which a reward is given up and recorded as failed."""
 

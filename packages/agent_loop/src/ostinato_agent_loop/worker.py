@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from ostinato_agent_loop.base import AgentLoopBase, AgentLoopContext
+from ostinato_agent_loop.clock import TrajectoryClock
 from ostinato_agent_loop.config import AgentConfig
 from ostinato_agent_loop.errors import AgentLoopOutputError, RewardResultError
 from ostinato_agent_loop.output import AgentLoopOutput
@@ -67,7 +68,10 @@ class AgentLoopWorker:
             tasks,
             run,
             concurrency=self._config.max_concurrency,
-            item_timeout_s=self._config.trajectory_timeout_s + self._config.reward_timeout_s + _CLOSING_TIMEOUT_S,
+            item_timeout_s=self._context.client.admission_timeout_s
+            + self._config.trajectory_timeout_s
+            + self._config.reward_timeout_s
+            + _CLOSING_TIMEOUT_S,
         )
         return [
             _failed(task, result) if isinstance(result, Failure) else result
@@ -76,13 +80,17 @@ class AgentLoopWorker:
 
     async def run_trajectory(self, task: TrajectoryTask, sampling_params: SamplingParams) -> Trajectory:
         """Run one trajectory and its reward. Raises nothing but CancelledError from outside."""
-        context = self._context.for_trajectory(task.group_id, task.trajectory_id)
+        clock = TrajectoryClock(self._config.trajectory_timeout_s)
+        context = self._context.for_trajectory(task.group_id, task.trajectory_id, clock.stopped)
         where = f"trajectory {task.trajectory_id}, agent {task.agent.__name__}"
         if task.seed is not None:
             sampling_params = msgspec.structs.replace(sampling_params, seed=task.seed)
         try:
             outputs = await self._bounded(
-                lambda: _run_agent(task, context, sampling_params), self._config.trajectory_timeout_s, where
+                lambda: _run_agent(task, context, sampling_params),
+                self._config.trajectory_timeout_s,
+                where,
+                clock.deadline,
             )
         except Exception as error:
             return _failed(task, _recorded(error, where))
@@ -129,9 +137,9 @@ class AgentLoopWorker:
             for output in outputs:
                 output.reward_score = float(trajectory.reward.score)
 
-    async def _bounded(self, call: Any, timeout_s: float, where: str) -> Any:
-        """Await `call()` within a deadline."""
-        deadline = asyncio.timeout(timeout_s)
+    async def _bounded(self, call: Any, timeout_s: float, where: str, deadline: asyncio.Timeout | None = None) -> Any:
+        """Await `call()` within a deadline, `timeout_s` from now unless one is given."""
+        deadline = asyncio.timeout(timeout_s) if deadline is None else deadline
         try:
             async with deadline:
                 return await call()

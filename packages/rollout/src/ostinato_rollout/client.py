@@ -97,6 +97,11 @@ class LLMServerClient:
         return len(self._conversations)
 
     @property
+    def admission_timeout_s(self) -> float:
+        """Longest time that a conversation waits for its place."""
+        return self._placement.admission.config.timeout_s
+
+    @property
     def num_waiting(self) -> int:
         """Conversations that wait for a place."""
         return len(self._placement.admission.queue())
@@ -343,13 +348,8 @@ class LLMServerClient:
                     f" {ago(conversation.since)}; look at its log"
                 )
                 return
-            logger.warning(
-                "replica %s failed to release request %s: %s: %s",
-                conversation.replica,
-                request_id,
-                type(error).__name__,
-                error,
-            )
+            why = f"{type(error).__name__}: {error}"
+            logger.warning("replica %s failed to release request %s: %s", conversation.replica, request_id, why)
         finally:
             self._placement.close(conversation)
 

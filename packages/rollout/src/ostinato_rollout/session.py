@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 
@@ -51,6 +52,7 @@ class ChatSession:
         request_id: Identifies the conversation to the replicas; drawn if None.
         group: Sessions of one group belong together, as those of one trajectory do: where one is under way, the others
             need not wait for a place. None: it is alone.
+        waiting: Entered while the conversation waits for a place: whoever keeps a clock may stop it.
 
     Raises:
         SessionInputError: The tokenizer has no single token for a stop token of the parser.
@@ -67,6 +69,7 @@ class ChatSession:
         tools: Sequence[dict] | None = None,
         request_id: str | None = None,
         group: str | None = None,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.request_id = request_id if request_id is not None else uuid.uuid4().hex
         self.config, self.budget = config, budget
@@ -88,7 +91,7 @@ class ChatSession:
         self._mark_length = 0
         self._mark: int | None = None  # where the ledger stood before them; None: the segment began with them
         self._turn = 0
-        self._group = group
+        self._group, self._waiting = group, waiting
         self._is_admitted = self._busy = self._closed = False
         self._doing, self._since = "was opened", time.monotonic()
         register(self)
@@ -172,9 +175,10 @@ class ChatSession:
         """Have a turn generated, and measure the waits."""
         if not self._is_admitted:
             self._enter("waits for a place")
-            self.metrics.admission_s += await self._client.admit(
-                self.request_id, num_prompt_tokens=len(prompt), max_growth=self.room, group=self._group
-            )
+            with self._waiting():
+                self.metrics.admission_s += await self._client.admit(
+                    self.request_id, num_prompt_tokens=len(prompt), max_growth=self.room, group=self._group
+                )
             self._is_admitted = True
         self._enter("generates")
         began = self._since
