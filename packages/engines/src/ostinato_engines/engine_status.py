@@ -1,9 +1,27 @@
-"""Which state the embedded engine is in, what it refuses in that state, and the cure it names. Knows no requests."""
+"""Which state an engine is in, what it refuses in that state, and the cure it names. Knows no requests."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ostinato_engines.errors import EngineClosedError, EngineCrashedError, EngineNotReadyError
+from ostinato_engines.errors import EngineClosedError, EngineCrashedError, EngineInputError, EngineNotReadyError
 from ostinato_engines.types import EngineState, PauseMode
+
+SLEEP_TAGS = ("kv_cache", "weights")
+"""The parts of an engine that can sleep: level 1 the first, level 2 both."""
+
+
+def check_level(level: int) -> None:
+    """Raises `EngineInputError` for what is no sleep level."""
+    if level not in (1, 2):
+        raise EngineInputError(f"level must be 1 or 2, got {level!r}; 1 frees the cache, 2 the weights as well")
+
+
+def checked_tags(tags: Sequence[str] | None) -> set[str]:
+    """The parts to wake, all where None is given, or `EngineInputError`."""
+    wanted = set(SLEEP_TAGS if tags is None else tags)
+    if unknown := wanted - set(SLEEP_TAGS):
+        raise EngineInputError(f"tags must be among {', '.join(SLEEP_TAGS)}, got {unknown.pop()!r}; None wakes all")
+    return wanted
 
 
 @dataclass(slots=True)
@@ -62,3 +80,8 @@ class EngineStatus:
         state, detail = self.now()
         if state not in (EngineState.READY, EngineState.PAUSED):
             raise EngineNotReadyError(f"server must be ready, is {detail}")
+
+    def require_awake_weights(self) -> None:
+        """Raises where there is no memory that weights could go to."""
+        if "weights" in self.asleep:
+            raise EngineNotReadyError("weights must be awake, are asleep; call wake_up(['weights']) first")

@@ -1,7 +1,7 @@
 """One request inside the embedded engine, from arrival to its output."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -68,6 +68,14 @@ class Request:
             self.future.set_exception(outcome)
         else:
             self.future.set_result(outcome)
+
+
+def refuse_double(request_id: str, in_flight: Container[str]) -> None:
+    """Raises `EngineInputError` if the conversation has a turn in flight."""
+    if request_id in in_flight:
+        raise EngineInputError(
+            f"request_id must not be in flight, got {request_id!r}; await its turn, or use another id per sample"
+        )
 
 
 def checked_prompt(prompt_ids: Sequence[int], *, vocab_size: int, max_model_len: int) -> np.ndarray:

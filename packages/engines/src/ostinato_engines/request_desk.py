@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from ostinato_engines.batcher import Batcher, Ended
-from ostinato_engines.errors import EngineError, EngineInputError
-from ostinato_engines.request import Request
+from ostinato_engines.errors import EngineError
+from ostinato_engines.request import Request, refuse_double
 from ostinato_engines.types import StopReason
 
 
@@ -41,10 +41,7 @@ class RequestDesk:
 
     def refuse_double(self, request_id: str) -> None:
         """Raises `EngineInputError` if the conversation has a turn in flight."""
-        if request_id in self._in_flight:
-            raise EngineInputError(
-                f"request_id must not be in flight, got {request_id!r}; await its turn, or use another id per sample"
-            )
+        refuse_double(request_id, self._in_flight)
 
     def arrive(self, request: Request) -> None:
         """Takes a request in, to be admitted at one of the next steps."""

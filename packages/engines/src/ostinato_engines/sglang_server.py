@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ostinato_engines.chat import answer_chat, decoded_body
-from ostinato_engines.engine_status import EngineStatus
+from ostinato_engines.engine_status import SLEEP_TAGS, EngineStatus, check_level, checked_tags
 from ostinato_engines.errors import (
     EngineClosedError,
     EngineError,
@@ -19,7 +19,7 @@ from ostinato_engines.errors import (
     EngineNotReadyError,
     UnsupportedError,
 )
-from ostinato_engines.request import checked_prompt
+from ostinato_engines.request import checked_prompt, refuse_double
 from ostinato_engines.server import AsyncServerBase, ChatCodec
 from ostinato_engines.sglang_engine.device_weights import DeviceWeights
 from ostinato_engines.sglang_engine.launch import LaunchOptions
@@ -41,8 +41,6 @@ from ostinato_engines.types import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-SLEEP_TAGS = ("kv_cache", "weights")
 
 
 class SGLangServer(AsyncServerBase):
@@ -218,10 +216,7 @@ class SGLangServer(AsyncServerBase):
         self._status.require_serving()
         engine, traffic = self._started()
         prompt = checked_prompt(prompt_ids, vocab_size=engine.vocab_size, max_model_len=self.max_model_len)
-        if request_id in traffic.turns:
-            raise EngineInputError(
-                f"request_id must not be in flight, got {request_id!r}; await its turn, or use another id per sample"
-            )
+        refuse_double(request_id, traffic.turns)
         room = self.max_model_len - len(prompt)
         num_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
@@ -297,8 +292,7 @@ class SGLangServer(AsyncServerBase):
         engine, traffic = self._started()
         if not engine.running.can_sleep:
             await super().sleep(level)
-        if level not in (1, 2):
-            raise EngineInputError(f"level must be 1 or 2, got {level!r}; 1 frees the cache, 2 the weights as well")
+        check_level(level)
         async with self._changing:
             self._status.require_loaded()
             new = set(SLEEP_TAGS[:level]) - self._status.asleep
@@ -313,9 +307,7 @@ class SGLangServer(AsyncServerBase):
                 await engine.running.release_memory(new)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        wanted = set(SLEEP_TAGS if tags is None else tags)
-        if unknown := wanted - set(SLEEP_TAGS):
-            raise EngineInputError(f"tags must be among {', '.join(SLEEP_TAGS)}, got {unknown.pop()!r}; None wakes all")
+        wanted = checked_tags(tags)
         engine, _ = self._started()
         async with self._changing:
             self._status.require_loaded()
@@ -336,8 +328,7 @@ class SGLangServer(AsyncServerBase):
         engine.check_manifest(manifest)
         async with self._changing:
             self._status.require_loaded()
-            if "weights" in self._status.asleep:
-                raise EngineNotReadyError("weights must be awake, are asleep; call wake_up(['weights']) first")
+            self._status.require_awake_weights()
             try:
                 if self._share_device:
                     traffic.holding = True

@@ -16,7 +16,7 @@ import numpy as np
 
 from ostinato_engines import device as devices
 from ostinato_engines.chat import answer_chat
-from ostinato_engines.engine_status import EngineStatus
+from ostinato_engines.engine_status import EngineStatus, check_level, checked_tags
 from ostinato_engines.errors import (
     EngineClosedError,
     EngineCrashedError,
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 
 _MAX_STEPS = 32
 """Steps in the worker thread without a look at the event loop; one as soon as anything happens there."""
-SLEEP_TAGS = ("kv_cache", "weights")
 
 
 class TransformersServer(AsyncServerBase):
@@ -291,8 +290,7 @@ class TransformersServer(AsyncServerBase):
 
         After level 2 the engine serves only once it was woken and got a complete weight update.
         """
-        if level not in (1, 2):
-            raise EngineInputError(f"level must be 1 or 2, got {level!r}; 1 frees the cache, 2 the weights as well")
+        check_level(level)
         batcher, desk, writer = self._parts()
         self._steps.bind()
         self._status.asleep.add("kv_cache")
@@ -306,9 +304,7 @@ class TransformersServer(AsyncServerBase):
             devices.empty_cache(self._device)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        wanted = set(SLEEP_TAGS if tags is None else tags)
-        if unknown := wanted - set(SLEEP_TAGS):
-            raise EngineInputError(f"tags must be among {', '.join(SLEEP_TAGS)}, got {unknown.pop()!r}; None wakes all")
+        wanted = checked_tags(tags)
         _, _, writer = self._parts()
         self._steps.bind()
         async with self._steps.between_steps():
@@ -324,8 +320,7 @@ class TransformersServer(AsyncServerBase):
         See `AsyncServerBase.update_weights` for what a failure means. The iterable runs in the worker thread.
         """
         batcher, desk, writer = self._parts()
-        if "weights" in self._status.asleep:
-            raise EngineNotReadyError("weights must be awake, are asleep; call wake_up(['weights']) first")
+        self._status.require_awake_weights()
         writer.check(manifest)
         self._steps.bind()
         async with self._steps.between_steps():

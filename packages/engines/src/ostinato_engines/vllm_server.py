@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ostinato_engines.chat import answer_chat
-from ostinato_engines.engine_status import EngineStatus
+from ostinato_engines.engine_status import SLEEP_TAGS, EngineStatus, check_level, checked_tags
 from ostinato_engines.errors import (
     EngineClosedError,
     EngineCrashedError,
@@ -20,7 +20,7 @@ from ostinato_engines.errors import (
     UnsupportedError,
     WeightUpdateError,
 )
-from ostinato_engines.request import checked_prompt
+from ostinato_engines.request import checked_prompt, refuse_double
 from ostinato_engines.server import AsyncServerBase, ChatCodec
 from ostinato_engines.types import (
     Capabilities,
@@ -42,8 +42,6 @@ from ostinato_engines.vllm_engine.sampling import to_vllm
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-SLEEP_TAGS = ("kv_cache", "weights")
 
 
 class VLLMServer(AsyncServerBase):
@@ -193,10 +191,7 @@ class VLLMServer(AsyncServerBase):
         self._status.require_serving()
         engine = self._running()
         prompt = checked_prompt(prompt_ids, vocab_size=engine.vocab_size, max_model_len=self.max_model_len)
-        if request_id in self._in_flight:
-            raise EngineInputError(
-                f"request_id must not be in flight, got {request_id!r}; await its turn, or use another id per sample"
-            )
+        refuse_double(request_id, self._in_flight)
         room = self.max_model_len - len(prompt)
         num_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         if num_tokens == 0:
@@ -330,8 +325,7 @@ class VLLMServer(AsyncServerBase):
         engine = self._running()
         if not can_sleep(engine.parts):
             await super().sleep(level)
-        if level not in (1, 2):
-            raise EngineInputError(f"level must be 1 or 2, got {level!r}; 1 frees the cache, 2 the weights as well")
+        check_level(level)
         async with self._changing:
             self._status.asleep.update(SLEEP_TAGS)
             doomed = list(self._in_flight.values())
@@ -342,9 +336,7 @@ class VLLMServer(AsyncServerBase):
             self._status.stale = self._status.stale or level == 2
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        wanted = set(SLEEP_TAGS if tags is None else tags)
-        if unknown := wanted - set(SLEEP_TAGS):
-            raise EngineInputError(f"tags must be among {', '.join(SLEEP_TAGS)}, got {unknown.pop()!r}; None wakes all")
+        wanted = checked_tags(tags)
         engine = self._running()
         async with self._changing:
             if waking := sorted(wanted & self._status.asleep):
@@ -365,8 +357,7 @@ class VLLMServer(AsyncServerBase):
         engine.check_manifest(manifest)
         async with self._changing:
             self._status.require_loaded()
-            if "weights" in self._status.asleep:
-                raise EngineNotReadyError("weights must be awake, are asleep; call wake_up(['weights']) first")
+            self._status.require_awake_weights()
             self._status.stale = True
             try:
                 await engine.replace_weights(manifest, weights, is_awake=not self._status.asleep)
