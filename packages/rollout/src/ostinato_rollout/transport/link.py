@@ -11,11 +11,13 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
 
 from ostinato_engines import EngineError, EngineInputError, SamplingParams, TokenOutput
+from ostinato_engines.request import refuse_double
 from ostinato_rollout.transport import wire
 from ostinato_rollout.transport.errors import NotBegunError, ReplicaLostError
 from ostinato_rollout.transport.mailbox import Mailbox, dial
@@ -27,6 +29,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _HELLO_S = 0.5
+
+
+def _check_name(request_id: object) -> None:
+    """Raise EngineInputError for what the service cannot read as a name: it would part from the whole connection."""
+    if isinstance(request_id, str):
+        with suppress(UnicodeEncodeError):
+            request_id.encode()
+            return
+    raise EngineInputError(f"request_id must be Unicode text, got {request_id!r:.80}; name the conversation")
 
 
 class LinkOptions(msgspec.Struct, frozen=True):
@@ -59,10 +70,14 @@ class Link:
         options: How it is made.
         stats: Counted up.
         on_policy_version: Gets the replica's version with each answer.
+        remote: Tells the remote server that connects from all others, also of other processes.
     """
 
-    def __init__(self, options: LinkOptions, stats: TransportStats, on_policy_version: Callable[[int], None]) -> None:
+    def __init__(
+        self, options: LinkOptions, stats: TransportStats, on_policy_version: Callable[[int], None], remote: bytes
+    ) -> None:
         self._options = options
+        self._remote = remote
         self._stats = stats
         self._on_policy_version = on_policy_version
         self._loop = asyncio.get_running_loop()
@@ -105,7 +120,7 @@ class Link:
             ReplicaLostError: Nobody answers, or refuses.
         """
         name = f"process {os.getpid()} of {socket.gethostname()}"
-        hello = wire.Hello(wire.PROTOCOL, wire.proof_of(self._options.key), name)
+        hello = wire.Hello(wire.PROTOCOL, wire.proof_of(self._options.key), name, self._remote)
         try:
             async with asyncio.timeout(timeout_s):
                 welcome = await self._say_until_welcome(hello)
@@ -136,10 +151,8 @@ class Link:
             params: Checked.
             request_id: The conversation.
         """
-        if request_id in self._talking:
-            raise EngineInputError(
-                f"request_id must not be in flight, got {request_id!r}; await its turn, or use another id per sample"
-            )
+        _check_name(request_id)
+        refuse_double(request_id, self._talking)
         length = len(prompt) // ID_BYTES
         number, call = self._enter(f"generate of request {request_id!r} ({length} prompt tokens)")
         self._talking.add(request_id)
@@ -195,7 +208,7 @@ class Link:
         """
         try:
             raw = wire.encode_raw(argument)
-        except TypeError as error:
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise EngineInputError(f"{method} must get plain values, got {error}; they cross a process") from error
         self._check_size(len(bytes(raw)))
         number, call = self._enter(method)
