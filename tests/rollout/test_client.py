@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 
 import pytest
@@ -20,6 +21,7 @@ from ostinato_engines import (
     TokenOutput,
 )
 from ostinato_rollout import (
+    AdmissionConfig,
     LLMServerClient,
     NoReplicaError,
     ReplicaError,
@@ -457,3 +459,135 @@ async def test_a_span_without_tokens_is_no_span(stub_server):
     last = TokenOutput([3], [-1.0], StopReason.STOP, policy_versions=(PolicySpan(0, 3),))
     result = await LLMServerClient([stub_server([first, last])]).generate("a", [1], PARAMS)
     assert result.policy_versions == (PolicySpan(0, 1), PolicySpan(2, 3))
+
+
+async def test_a_cancellation_that_a_server_turns_into_anything_ends_the_turn(stub_server, output):
+    """An answer, an error or its own death: whoever was cancelled, or is past the deadline, begins nothing elsewhere."""
+    made_of_it = [output([5]), ValueError("disturbed"), EngineClosedError("gone")]
+
+    class Swallowing(stub_server):
+        async def generate(self, prompt_ids, sampling_params, request_id, media=()):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if isinstance(self.answers[0], Exception):
+                    raise self.answers[0] from None
+                return self.answers[0]
+
+        async def health(self):
+            return Health(EngineState.FAILED, 0)
+
+    for made in made_of_it:
+        other = stub_server()
+        client = LLMServerClient([Swallowing([made]), other], timeout_s=0.05, policy=First())
+        task = asyncio.create_task(client.generate("a", [1], PARAMS))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(RequestTimeoutError, match="generate must finish within"):
+            await client.generate("b", [1], PARAMS)
+        assert (client.num_in_flight, other.requests) == ({0: 0, 1: 0}, [])
+
+
+class First:
+    """Chooses the first replica."""
+
+    def choose(self, request_id, in_flight, previous):
+        return min(in_flight)
+
+
+async def test_a_turn_that_was_cancelled_before_may_end(stub_server):
+    """Only what strikes the turn itself ends it: a task that has survived a cancellation still gets answers."""
+    client = LLMServerClient([stub_server()])
+    entered = asyncio.Event()
+
+    async def survive():
+        with contextlib.suppress(asyncio.CancelledError):
+            entered.set()
+            await asyncio.Event().wait()
+        return await client.generate("a", [1], PARAMS)
+
+    task = asyncio.create_task(survive())
+    await entered.wait()
+    task.cancel()
+    assert (await task).token_ids == [99]
+
+
+@pytest.mark.parametrize("end", ["dies", "answers"])
+async def test_what_ends_after_its_release_leaves_nothing(stub_server, monkeypatch, output, end):
+    """A server that ignores that its turn was given up until the release has passed its deadline: no place is held
+    afterwards, and nobody gets what it brings."""
+    monkeypatch.setattr("ostinato_rollout.client._RELEASE_TIMEOUT_S", 0.02)
+    free = asyncio.Event()
+
+    class Stubborn(stub_server):
+        async def generate(self, prompt_ids, sampling_params, request_id, media=()):
+            while not free.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await free.wait()
+            if end == "dies":
+                raise EngineClosedError("gone")
+            return output([5])
+
+        async def health(self):
+            return Health(EngineState.FAILED, 0)
+
+    client = LLMServerClient([Stubborn()], admission=AdmissionConfig(max_sessions=2))
+    task = asyncio.create_task(client.generate("a", [1], PARAMS))
+    await asyncio.sleep(0)
+    other = stub_server()
+    client.add_server(other)
+    await client.release("a")
+    free.set()
+    with pytest.raises(SessionStateError, match="release must follow the last turn"):
+        await task
+    assert (other.requests, client.num_sticky, client.num_in_flight) == ([], 0, {0: 0, 1: 0})
+    assert [replica.num_sessions for replica in client.activity().replicas] == [0, 0]
+
+
+@pytest.mark.parametrize("answer", [None, asyncio.CancelledError()])
+async def test_a_health_that_is_none_counts_as_none(stub_server, answer):
+    """A replica that answers nothing, or cancels itself, when asked for its health is lost like one that is silent."""
+
+    class Odd(stub_server):
+        async def health(self):
+            if answer is not None:
+                raise answer
+
+    client = LLMServerClient([Odd([ValueError("broken")]), stub_server()], policy=First())
+    assert (await client.generate("a", [1], PARAMS)).token_ids == [99]
+    assert client.num_in_flight == {1: 0}
+
+
+async def test_all_replicas_that_served_a_conversation_hear_of_its_end(stub_server):
+    """Those that it has moved away from keep something of it, too; one that fails to free it keeps no other from it."""
+
+    class Failing(stub_server):
+        async def release(self, request_id):
+            await super().release(request_id)
+            raise asyncio.CancelledError if request_id == "a" else ValueError("broken")
+
+    servers = [stub_server(), Failing(), stub_server(), stub_server()]
+    client = LLMServerClient(servers, policy=RoundRobin())
+    for request_id in ("a", "b"):
+        for _ in range(3):
+            await client.generate(request_id, [1], PARAMS)
+    await client.release("a")
+    await client.release("b")
+    assert [server.released for server in servers] == [["a", "b"], ["a", "b"], ["a"], ["b"]]
+    assert client.num_sticky == 0
+
+
+async def test_a_server_that_does_not_tell_what_it_can_is_not_added(stub_server):
+    """Its error is the caller's, and the client goes on as if it had not been there."""
+
+    class Broken(stub_server):
+        def capabilities(self):
+            raise ValueError("broken")
+
+    client = LLMServerClient([stub_server()])
+    with pytest.raises(ValueError, match="broken"):
+        client.add_server(Broken())
+    assert client.num_in_flight == {0: 0}
+    assert (await client.generate("a", [1], PARAMS)).token_ids == [99]

@@ -11,12 +11,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
-
-from ostinato_engines import AsyncServerBase, EngineState, SamplingParams, StopReason, TokenOutput, as_token_output
+from ostinato_engines import AsyncServerBase, EngineState, SamplingParams, StopReason, TokenOutput
 from ostinato_rollout.activity import ClientActivity
 from ostinato_rollout.config import AdmissionConfig
-from ostinato_rollout.conversation import Conversation, Stage
+from ostinato_rollout.contract import checked_output
+from ostinato_rollout.conversation import Conversation, Stage, num_cancellations
 from ostinato_rollout.decision_log import DecisionLog
 from ostinato_rollout.diagnostics import ago, log_dump, register
 from ostinato_rollout.errors import (
@@ -25,7 +24,6 @@ from ostinato_rollout.errors import (
     RequestTimeoutError,
     RolloutError,
     SessionInputError,
-    SessionStateError,
 )
 from ostinato_rollout.placement import Placement
 from ostinato_rollout.resumption import PartialGeneration
@@ -181,7 +179,7 @@ class LLMServerClient:
                 " or raise admission.timeout_s"
             ) from error
         if conversation.is_released:
-            raise _released(conversation)
+            raise conversation.released()
 
     async def generate(
         self,
@@ -226,7 +224,7 @@ class LLMServerClient:
             if not deadline.expired():
                 raise
             if conversation.is_released:
-                raise _released(conversation) from error
+                raise conversation.released() from error
             raise self._overdue(
                 f"generate must finish within {self._timeout_s:g} s, got none for request {request_id!r};"
                 f" it {conversation.stage} on replica {conversation.replica} since {ago(conversation.since)},"
@@ -256,7 +254,6 @@ class LLMServerClient:
                 version = output.policy_versions[0].version
                 if output.stop_reason is not StopReason.ABORTED:
                     return partial.merged(output.stop_reason, output.stop_token_id, version)
-                _check_not_cancelled()
                 if partial.is_full:
                     return partial.merged(StopReason.LENGTH, None, version)
                 # Whoever aborts without a token in between gets less and less to abort.
@@ -279,7 +276,9 @@ class LLMServerClient:
         try:
             raw = await server.generate(prompt, params, conversation.request_id, media)
         except Exception as error:
+            conversation.check_goes_on()
             if await self._is_lost(replica, server, error):
+                conversation.check_goes_on()
                 return None
             if isinstance(error, RolloutError):
                 raise
@@ -289,8 +288,7 @@ class LLMServerClient:
                 replica=replica,
             ) from error
         except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if num_cancellations():
                 raise
             raise ReplicaError(
                 f"replica {replica} must not cancel itself, got CancelledError for request {conversation.request_id!r};"
@@ -299,20 +297,14 @@ class LLMServerClient:
             ) from error
         finally:
             placement.exit(replica)
-        return _checked(as_token_output(raw), params, replica)
+        conversation.check_goes_on()
+        return checked_output(raw, params, replica)
 
     async def _is_lost(self, replica: int, server: AsyncServerBase, error: Exception) -> bool:
         """Tell whether a replica that failed to generate is out of service; take it out if it has failed for good."""
         if replica in self._placement.servers:
-            try:
-                async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-                    health = await server.health()
-            # Whatever a replica does instead of telling its health, it is not there.
-            except Exception as silence:
-                logger.warning("replica %d does not tell its health: %s: %s", replica, type(silence).__name__, silence)
-            else:
-                if health.state not in _GONE:
-                    return False
+            if not await _is_gone(replica, server):
+                return False
             if replica in self._placement.servers:
                 self.remove_server(server, reason=f"failed: {type(error).__name__}: {error}")
                 if self._on_lost is not None:
@@ -321,37 +313,46 @@ class LLMServerClient:
         return True
 
     async def release(self, request_id: str) -> None:
-        """End a conversation: its turn under way is given up, its place is free, its replica frees what it kept.
+        """End a conversation: its turn under way is given up, its place is free, all replicas that served it free what they kept.
 
-        What goes wrong at the replica is logged; unknown ids are no error.
+        What goes wrong at a replica is logged; unknown ids are no error.
         """
         conversation = self._conversations.get(request_id)
         if conversation is None or conversation.is_released:
             return
         conversation.is_released = True
         if conversation.replica is None:
-            self._placement.admission.refuse(conversation, _released(conversation))
-        deadline = asyncio.timeout(min(self._timeout_s, _RELEASE_TIMEOUT_S))
+            self._placement.admission.refuse(conversation, conversation.released())
+        limit_s = min(self._timeout_s, _RELEASE_TIMEOUT_S)
+        deadline = asyncio.timeout(limit_s)
         try:
             async with deadline:
                 if conversation.is_under_way:
                     await conversation.interrupt()
                 conversation.enter(Stage.RELEASING)
-                server = None if conversation.replica is None else self._placement.servers.get(conversation.replica)
-                if server is not None:
-                    await server.release(request_id)
-        except Exception as error:
-            if deadline.expired():
-                self._overdue(
-                    f"replica {conversation.replica} must release request {request_id!r} within"
-                    f" {min(self._timeout_s, _RELEASE_TIMEOUT_S):g} s, got no answer since"
-                    f" {ago(conversation.since)}; look at its log"
-                )
-                return
-            why = f"{type(error).__name__}: {error}"
-            logger.warning("replica %s failed to release request %s: %s", conversation.replica, request_id, why)
+                await self._free(conversation)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            replicas = ", ".join(map(str, sorted(conversation.visited))) or "None"
+            self._overdue(
+                f"replica {replicas} must release request {request_id!r} within {limit_s:g} s, got no answer since"
+                f" {ago(conversation.since)}; look at its log"
+            )
         finally:
             self._placement.close(conversation)
+
+    async def _free(self, conversation: Conversation) -> None:
+        """Tell all replicas that served a conversation, where they are in service, that it is over."""
+        servers = self._placement.servers
+        conversation.visited &= servers.keys()
+        if len(conversation.visited) == 1:
+            (replica,) = conversation.visited
+            await _free_at(replica, servers[replica], conversation)
+        elif conversation.visited:
+            await asyncio.gather(
+                *(_free_at(replica, servers[replica], conversation) for replica in conversation.visited)
+            )
 
     def _overdue(self, message: str) -> RequestTimeoutError:
         """Build the error of a wait that has passed its deadline, and log what everybody is doing."""
@@ -359,38 +360,27 @@ class LLMServerClient:
         return RequestTimeoutError(message)
 
 
-def _check_not_cancelled() -> None:
-    """Raise CancelledError in a task that was cancelled, which a server answered as an abort."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
+async def _is_gone(replica: int, server: AsyncServerBase) -> bool:
+    """Tell whether a replica has failed for good; one that does not tell its health has."""
+    try:
+        async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+            return (await server.health()).state in _GONE
+    # Whatever a replica does instead of telling its health, it is not there.
+    except (Exception, asyncio.CancelledError) as silence:
+        if isinstance(silence, asyncio.CancelledError) and num_cancellations():
+            raise
+        logger.warning("replica %d does not tell its health: %s: %s", replica, type(silence).__name__, silence)
+        return True
 
 
-def _released(conversation: Conversation) -> SessionStateError:
-    return SessionStateError(
-        f"release must follow the last turn, got a release of request {conversation.request_id!r} while it"
-        f" {conversation.stage}; await its turn first"
-    )
-
-
-def _checked(output: TokenOutput, params: SamplingParams, replica: int) -> TokenOutput:
-    """Return an answer; raise ReplicaError where it breaks the contract that everything above relies on.
-
-    One that was aborted on a token that ends the turn has ended.
-    """
-    token_ids = output.token_ids
-    if params.max_tokens is not None and len(token_ids) > params.max_tokens:
-        raise ReplicaError(
-            f"token_ids must hold at most max_tokens ({params.max_tokens}), got {len(token_ids)} from replica {replica};"
-            " correct that server",
-            replica=replica,
-        )
-    if output.logprobs is not None and len(output.logprobs) != len(token_ids):
-        raise ReplicaError(
-            f"logprobs must be as long as token_ids ({len(token_ids)}), got {len(output.logprobs)} from replica {replica};"
-            " correct that server or let it report None",
-            replica=replica,
-        )
-    if output.stop_reason is StopReason.ABORTED and token_ids and token_ids[-1] in params.stop_token_ids:
-        return msgspec.structs.replace(output, stop_reason=StopReason.STOP, stop_token_id=token_ids[-1])
-    return output
+async def _free_at(replica: int, server: AsyncServerBase, conversation: Conversation) -> None:
+    """Tell one replica that a conversation is over; what goes wrong there is logged."""
+    request_id = conversation.request_id
+    try:
+        await server.release(request_id)
+    except (Exception, asyncio.CancelledError) as error:
+        if isinstance(error, asyncio.CancelledError) and num_cancellations():
+            raise
+        why = f"{type(error).__name__}: {error}"
+        logger.warning("replica %s failed to release request %s: %s", replica, request_id, why)
+    conversation.visited.discard(replica)

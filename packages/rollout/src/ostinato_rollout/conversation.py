@@ -23,6 +23,12 @@ class Stage(StrEnum):
     RELEASING = "is being released"
 
 
+def num_cancellations() -> int:
+    """Return how often the running task was told to end; 0: a CancelledError in it is somebody else's."""
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
 class Conversation:
     """One conversation under way.
 
@@ -35,6 +41,7 @@ class Conversation:
 
     __slots__ = (
         "_ended",
+        "_num_cancellations",
         "_turn",
         "expected_tokens",
         "group",
@@ -49,6 +56,7 @@ class Conversation:
         "request_id",
         "since",
         "stage",
+        "visited",
     )
 
     def __init__(self, request_id: str, group: str | None, *, prompt_tokens: int, expected_tokens: int) -> None:
@@ -64,6 +72,8 @@ class Conversation:
         """Tokens that the turn under way has from aborted attempts."""
         self.replica: int | None = None
         """Where its place is; None: it waits for one."""
+        self.visited: set[int] = set()
+        """Replicas that may keep something of it: where its place was so far."""
         self.is_counted = False
         """Its first turn is counted in flight on `replica` from the choice of the replica on, before it gets there."""
         self.is_released = False
@@ -71,6 +81,7 @@ class Conversation:
         self.stage, self.since = Stage.WAITING, time.monotonic()
         self._turn: asyncio.Timeout | None = None
         self._ended: asyncio.Future[None] | None = None
+        self._num_cancellations = 0
 
     @property
     def held_tokens(self) -> int:
@@ -92,7 +103,7 @@ class Conversation:
                 f"request_id must have one turn under way at a time, got a second for {self.request_id!r};"
                 " await the first, or use another id"
             )
-        self._turn = deadline
+        self._turn, self._num_cancellations = deadline, num_cancellations()
         self.num_aborts = self.num_partial = 0
         self.stage, self.since = Stage.GENERATING, time.monotonic()
 
@@ -107,6 +118,25 @@ class Conversation:
     def enter(self, stage: Stage) -> None:
         """Note what is being done from now on."""
         self.stage, self.since = stage, time.monotonic()
+
+    def released(self) -> SessionStateError:
+        """Build the error of whoever waits for something of a conversation that was released meanwhile."""
+        return SessionStateError(
+            f"release must follow the last turn, got a release of request {self.request_id!r} while it {self.stage};"
+            " await its turn first"
+        )
+
+    def check_goes_on(self) -> None:
+        """Raise unless the turn may go on after a server's answer: servers may make anything of a cancellation.
+
+        Raises:
+            CancelledError: The task was cancelled since the turn began, or its deadline passed.
+            SessionStateError: The conversation was released.
+        """
+        if num_cancellations() > self._num_cancellations:
+            raise asyncio.CancelledError
+        if self.is_released:
+            raise self.released()
 
     def activity(self, place_in_queue: int) -> ConversationActivity:
         """Return what is being done for it now."""

@@ -49,11 +49,12 @@ class Placement:
 
     def add(self, server: AsyncServerBase) -> int:
         """Put a replica into service; return its id, which is never used again."""
+        capabilities = server.capabilities()
         replica = self._next_id
         self._next_id += 1
         self.servers[replica] = server
         self.in_flight[replica] = 0
-        self.admission.add(replica, server.capabilities())
+        self.admission.add(replica, capabilities)
         return replica
 
     def refresh(self) -> None:
@@ -140,7 +141,7 @@ class Placement:
         replicas = [
             ReplicaActivity(
                 replica=replica,
-                num_in_flight=self.in_flight[replica],
+                num_in_flight=self.in_flight.get(replica, 0),  # a signal may strike while one is being removed
                 num_sessions=account.num_sessions,
                 held_tokens=account.held_tokens,
                 capacity_tokens=account.capacity_tokens,
@@ -168,6 +169,7 @@ class Placement:
             self._log.record(conversation.request_id, candidates, previous, replica)
         if replica != conversation.replica:
             self.admission.settle(conversation, replica)
+            conversation.visited.add(replica)
         self.in_flight[replica] += 1
         return replica
 

@@ -48,8 +48,6 @@ class PartialGeneration:
             return
         offset = len(self)
         for span in output.policy_versions:
-            if span.start >= len(output.token_ids):
-                break  # a version that sampled nothing of this part
             last = self._spans[-1] if self._spans else None
             if last is None or (last.version, last.exact) != (span.version, span.exact):
                 self._spans.append(PolicySpan(span.start + offset, span.version, span.exact))
