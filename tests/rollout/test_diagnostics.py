@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 
 import msgspec
 import pytest
@@ -27,6 +28,7 @@ from ostinato_rollout import (
     dumps_on_signal,
 )
 from ostinato_rollout.activity import ConversationActivity
+from ostinato_rollout.diagnostics import discard, register
 from ostinato_tokenization import ContinuousTokens
 
 PARAMS = SamplingParams(max_tokens=10)
@@ -158,6 +160,44 @@ async def test_a_signal_logs_a_dump(stub_server, caplog):
         await asyncio.sleep(0)
     assert "r7 is between turns on replica 0" in caplog.text
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="this system has no SIGUSR1")
+async def test_a_signal_strikes_anywhere_and_disturbs_nothing(stub_server, caplog):
+    """While a replica is being removed, at every line of it, a dump can be had; one that fails is logged, not raised."""
+    client = LLMServerClient([stub_server(), stub_server()])
+    await client.generate("r7", [1], PARAMS)
+    num_lines = 0
+
+    def strike(frame, event, arg):
+        nonlocal num_lines
+        if frame.f_code.co_filename.endswith(("placement.py", "admission.py")) and event in ("call", "line"):
+            if frame.f_code.co_name in ("remove", "add", "_limits_changed"):
+                num_lines += 1
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return strike
+        return None
+
+    class Failing:
+        def activity(self):
+            raise RuntimeError("half written")
+
+    with dumps_on_signal():
+        sys.settrace(strike)
+        try:
+            client.remove_server(client._placement.servers[0])
+            client.add_server(stub_server())
+        finally:
+            sys.settrace(None)
+        assert num_lines > 10
+        assert "a dump failed" not in caplog.text
+        failing = Failing()
+        register(failing)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await asyncio.sleep(0)
+        discard(failing)
+    assert "a dump failed; ask again" in caplog.text
+    assert client.num_in_flight == {1: 0, 2: 0}
 
 
 async def test_elsewhere_than_in_the_main_thread_a_signal_is_left_alone():

@@ -32,6 +32,25 @@ async def test_a_start_that_fails_shuts_the_others_down(stub_server):
     assert servers[0].log == ["start", "shutdown"]
 
 
+async def test_a_start_that_is_cancelled_leaves_nothing_running(stub_server):
+    """Whoever gives up a start has shut down those that had started, and those that were about to."""
+
+    begun = asyncio.Event()
+
+    class Slow(stub_server):
+        async def start(self):
+            begun.set()
+            await asyncio.Event().wait()
+
+    servers = [stub_server(), Slow()]
+    starting = asyncio.create_task(ServerPool(servers).start())
+    await begun.wait()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert [server.log for server in servers] == [["start", "shutdown"], ["shutdown"]]
+
+
 async def test_an_engine_that_does_not_start_is_told_without_counting(stub_server):
     """Where there is one replica, the message is the engine's own."""
     server = stub_server()

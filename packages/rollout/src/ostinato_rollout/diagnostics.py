@@ -81,11 +81,20 @@ def dumps_on_signal(number: int | None = None) -> Iterator[None]:
     if chosen is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(chosen, lambda *_: logger.warning("what everybody is doing\n%s", dump().text()))
+    before = signal.signal(chosen, _log_on_signal)
     try:
         yield
     finally:
         signal.signal(chosen, before)
+
+
+def _log_on_signal(*_: object) -> None:
+    """Log a dump in the midst of whatever runs, which goes on as if nothing had been."""
+    try:
+        logger.warning("what everybody is doing\n%s", dump().text())
+    # It would be raised in the midst of anything; somebody may have been interrupted with his books half written.
+    except Exception:
+        logger.exception("a dump failed; ask again")
 
 
 def ago(moment: float) -> str:

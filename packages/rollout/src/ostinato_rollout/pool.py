@@ -114,8 +114,15 @@ class ServerPool:
         )
 
     async def start(self) -> None:
-        """Start every replica. If one fails, the others are shut down again and its error is raised."""
-        failures = await self._on_each("start", lambda server: server.start(), timeout_s=self._start_timeout_s)
+        """Start every replica. If one fails, the others are shut down again and its error is raised.
+
+        Whoever is cancelled meanwhile has shut all of them down.
+        """
+        try:
+            failures = await self._on_each("start", lambda server: server.start(), timeout_s=self._start_timeout_s)
+        except asyncio.CancelledError:
+            await self.shutdown()
+            raise
         if failures:
             await self.shutdown()
             replica, error = next(iter(failures.items()))
