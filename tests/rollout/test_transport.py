@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import re
 from array import array
 from contextlib import asynccontextmanager
 from importlib.metadata import metadata
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ostinato_engines import (
@@ -27,7 +29,7 @@ from ostinato_engines import (
     UnsupportedError,
 )
 from ostinato_engines.testing import ScriptedServer
-from ostinato_rollout import ChatSession, LLMServerClient, ServerPool, SessionBudget, SessionConfig
+from ostinato_rollout import ChatSession, LLMServerClient, RoundRobin, ServerPool, SessionBudget, SessionConfig
 
 pytest.importorskip("zmq")
 
@@ -568,3 +570,113 @@ async def test_a_cancelled_start_leaves_no_connection():
     await remote.disconnect()
     assert remote._connecting is None
     assert remote._link is None
+
+
+async def test_a_new_connection_takes_the_place_of_the_last_one():
+    """A remote server that has given its connection up, and asks again before the replica has noticed, gets its answer: its
+    old turns end there first, and a conversation never has two turns under way."""
+
+    class Strict(Watched):
+        async def generate(self, prompt_ids, sampling_params, request_id, media=()):
+            assert request_id not in self.running
+            return await super().generate(prompt_ids, sampling_params, request_id, media)
+
+    server = Strict()
+    server.gate.clear()
+    async with served(server) as (remote, replica), served_by(replica) as other:
+        kept = asyncio.create_task(other.generate([1], PARAMS, "other"))
+        lost = asyncio.create_task(remote.generate([1, 2], PARAMS, "talk"))
+        await until(lambda: server.running == {"talk", "other"})
+        remote._link.fail(ReplicaLostError("it was silent"))
+        again = asyncio.create_task(remote.generate([1, 2], PARAMS, "talk"))
+        await until(lambda: len(server.prompts) == 3)
+        server.gate.set()
+        assert [(await task).token_ids for task in (again, kept)] == [[2, 7], [1, 7]]
+        with pytest.raises(ReplicaLostError, match="it was silent"):
+            await lost
+        assert (replica.num_callers, replica.stats.num_vanished) == (2, 1)
+
+
+@asynccontextmanager
+async def served_by(replica):
+    """One more remote server of a service."""
+    remote = RemoteServer(replica.address)
+    await remote.start()
+    yield remote
+    await remote.disconnect()
+
+
+async def test_copies_of_a_remote_server_do_not_take_each_others_place():
+    """One that was copied, as into a worker, before it connected, is another one."""
+    async with ReplicaService(Watched()) as replica:
+        remotes = [copy.deepcopy(RemoteServer(replica.address)) for _ in range(2)]
+        remotes.append(copy.deepcopy(remotes[0]))
+        for remote in remotes:
+            await remote.start()
+        assert (replica.num_callers, replica.stats.num_vanished) == (3, 0)
+        for remote in remotes:
+            await remote.disconnect()
+
+
+@pytest.mark.parametrize("request_id", [5, None, b"talk", "\ud800"])
+async def test_a_name_that_cannot_cross_is_its_callers_matter(request_id):
+    """It is refused before it is sent: the replica would part from the whole connection."""
+    server = Watched()
+    server.gate.clear()
+    async with served(server) as (remote, replica):
+        sound = asyncio.create_task(remote.generate([1, 2], PARAMS, "sound"))
+        await until(lambda: server.running)
+        with pytest.raises(EngineInputError, match="request_id must be Unicode text, got"):
+            await remote.generate([1], PARAMS, request_id)
+        server.gate.set()
+        assert (await sound).token_ids == [2, 7]
+        assert (remote.num_kept, replica.stats.num_malformed, remote.stats.num_lost) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("value", [object(), 2**70, "\ud800"])
+async def test_a_value_that_cannot_cross_is_refused(value):
+    """Whatever the reason is, the error says that plain values are needed."""
+    async with served() as (remote, _):
+        with pytest.raises(EngineInputError, match="chat_completion must get plain values"):
+            await remote.chat_completion({"value": value})
+        assert remote.num_waiting == 0
+
+
+async def test_an_error_that_is_no_unicode_crosses():
+    """Its caller gets it, instead of waiting for ever."""
+    server = Watched()
+    server.answers["talk"] = ValueError("not \ud800 text")
+    async with served(server) as (remote, _):
+        with pytest.raises(ValueError, match=r"not \\ud800 text"):
+            await remote.generate([1], PARAMS, "talk")
+
+
+async def test_a_version_of_another_kind_of_integer_crosses():
+    """Servers may take it from an array; signs of life and answers tell it as a number."""
+    server = Watched()
+    async with served(server, silence_s=0.2) as (remote, _):
+        server.policy_version = np.int64(3)
+        await until(lambda: remote.policy_version == 3)
+        assert (await remote.generate([1], PARAMS, "talk")).token_ids == [1, 7]
+
+
+async def test_all_replicas_free_a_conversation_that_moved():
+    """What each of them and its remote server kept of it is gone after one release."""
+    async with served() as (first, one), served() as (second, two):
+        client = LLMServerClient([first, second], policy=RoundRobin())
+        for length in (1, 2, 3):
+            await client.generate("talk", [1] * length, PARAMS)
+        assert (one.num_conversations, two.num_conversations) == (1, 1)
+        await client.release("talk")
+        assert (one.num_conversations, two.num_conversations, first.num_kept, second.num_kept) == (0, 0, 0, 0)
+        assert (one.num_kept_bytes, two.num_kept_bytes) == (0, 0)
+
+
+async def test_who_waits_for_a_connection_that_is_let_go_of_is_told():
+    """Nobody cancelled it, so it gets an error that says what happened."""
+    remote = RemoteServer("tcp://127.0.0.1:1")
+    starting = asyncio.create_task(remote.start())
+    await until(lambda: remote._connecting is not None)
+    await remote.disconnect()
+    with pytest.raises(EngineClosedError, match="let go while it connected"):
+        await starting

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ostinato_engines import EngineCrashedError, EngineInputError, SamplingParams
+from ostinato_engines import EngineClosedError, EngineCrashedError, EngineInputError, SamplingParams
 from ostinato_engines.testing import ScriptedServer
 from ostinato_rollout import RolloutError
 
@@ -295,7 +295,7 @@ async def test_a_hello_that_is_lost_is_said_again():
     assert again == [identity, first]
     remote._link = None
     await remote.disconnect()
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(EngineClosedError, match="was let go while it connected"):
         await starting
     socket.close(linger=0)
     async with ReplicaService(scripted()) as replica:

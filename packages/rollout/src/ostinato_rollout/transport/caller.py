@@ -22,11 +22,14 @@ class Caller:
     Args:
         identity: Its name on the socket.
         name: For logs.
+        remote: Which remote server it is of; empty where that does not say.
+        ending: Cancelled generations of all connections that have not ended yet, by conversation.
     """
 
-    def __init__(self, identity: bytes, name: str) -> None:
+    def __init__(self, identity: bytes, name: str, remote: bytes, ending: dict[str, asyncio.Task[None]]) -> None:
         self.identity = identity
         self.name = name
+        self.remote = remote
         self.has_spoken = True
         """Since the last tick."""
         self.num_silent_ticks = 0
@@ -35,8 +38,7 @@ class Caller:
         self.conversations: dict[str, None] = {}
         """That the server knows of, the oldest first."""
         self._running: dict[int, _Running] = {}
-        self._ending: dict[str, asyncio.Task[None]] = {}
-        """Cancelled generations that have not ended yet, by conversation."""
+        self._ending = ending
 
     @property
     def num_calls(self) -> int:
@@ -77,7 +79,7 @@ class Caller:
             self.cancel(number)
 
     async def cancelled_turn(self, request_id: str) -> None:
-        """Waits until a cancelled generation of a conversation has ended."""
+        """Waits until a cancelled generation of a conversation has ended, whichever connection it came over."""
         task = self._ending.get(request_id)
         if task is not None:
             await asyncio.wait([task])

@@ -2,6 +2,9 @@
 
 import asyncio
 import logging
+import os
+import secrets
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -67,6 +70,7 @@ class RemoteServer(ForwardingServer):
             if not 0 < value < float("inf"):
                 raise TransportInputError(f"{name} must be positive, got {value!r}; give seconds")
         self._options = LinkOptions(address, checked_key(key), silence_s, max_frame_bytes, max_kept_bytes)
+        self._token = secrets.token_hex(16)
         self._start_timeout_s = start_timeout_s
         self._status = EngineStatus()
         self._capabilities = Capabilities(engine="remote")
@@ -205,10 +209,21 @@ class RemoteServer(ForwardingServer):
         if self._connecting is None or self._connecting.get_loop() is not asyncio.get_running_loop():
             self._connecting = asyncio.ensure_future(self._connect(timeout_s))
             self._connecting.add_done_callback(self._note_connected)
-        return await asyncio.shield(self._connecting)
+        connecting = self._connecting
+        try:
+            return await asyncio.shield(connecting)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling() or not connecting.cancelled():
+                raise
+            raise EngineClosedError(
+                "server must be running, was let go while it connected; create a new one"
+            ) from error
 
     async def _connect(self, timeout_s: float) -> Link:
-        link = Link(self._options, self.stats, self._note_version)
+        # A copy of this one, forked or pickled, has the same token.
+        remote = f"{self._token} {socket.gethostname()} {os.getpid()} {id(self)}".encode()
+        link = Link(self._options, self.stats, self._note_version, remote)
         try:
             await link.open(timeout_s)
             described = await link.call("start", None, wire.Description)

@@ -82,6 +82,7 @@ class ReplicaService:
         self._is_started = False
         self._callers: dict[bytes, Caller] = {}
         self._prompts: KeptPrompts[tuple[bytes, str]] = KeptPrompts(max_kept_bytes)
+        self._ending: dict[str, asyncio.Task[None]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
         self._mailbox: Mailbox | None = None
@@ -152,6 +153,11 @@ class ReplicaService:
         """Of prompts."""
         return self._prompts.num_bytes
 
+    @property
+    def _version(self) -> int:
+        """The server's policy version as a number that crosses, whatever kind of integer it is."""
+        return int(self._server.policy_version)
+
     # Messages
 
     def _receive(self, frames: list[bytes]) -> None:
@@ -187,7 +193,7 @@ class ReplicaService:
             case wire.Cancel(number):
                 caller.cancel(number)
             case wire.Ping():
-                self._send(caller.identity, wire.Pong(self._server.policy_version))
+                self._send(caller.identity, wire.Pong(self._version))
             case wire.Goodbye():
                 self._part_from(caller)
             case wire.Hello():
@@ -214,7 +220,11 @@ class ReplicaService:
             logger.warning("refused %s: %s", hello.name, reason)
             self._send(identity, wire.Refused(reason))
             return
-        self._callers[identity] = Caller(identity, hello.name)
+        for caller in list(self._callers.values()):
+            if hello.remote and caller.remote == hello.remote:
+                # It has given that connection up; its conversations must not meet their own last turns here.
+                self._part_from_vanished(caller)
+        self._callers[identity] = Caller(identity, hello.name, hello.remote, self._ending)
         self._send(identity, wire.Welcome(self._silence_s))
 
     # Calls
@@ -265,7 +275,7 @@ class ReplicaService:
         key = (caller.identity, request_id)
         if self._prompts.get(key) is kept:
             self._prompts.keep(key, kept)
-        return wire.Output(message.number, self._server.policy_version, output)
+        return wire.Output(message.number, self._version, output)
 
     async def _call(self, caller: Caller, call: wire.Call) -> wire.Answer:
         """Another method of the server."""
@@ -281,7 +291,7 @@ class ReplicaService:
             raise EngineInputError(f"{call.method} must get what it takes, got {error}") from error
         if call.method == "shutdown":
             self._closing = asyncio.ensure_future(self._close_after_shutdown(caller))
-        return wire.Answer(call.number, self._server.policy_version, wire.encode_raw(result))
+        return wire.Answer(call.number, self._version, wire.encode_raw(result))
 
     async def _answered(self, caller: Caller, number: int, work: Callable[[], Awaitable[wire.Reply]]) -> None:
         """Answers a call, whatever becomes of it, unless its caller has cancelled it."""
@@ -297,7 +307,8 @@ class ReplicaService:
             self._fail(caller, number, error_name(error), str(error) or type(error).__name__)
 
     def _fail(self, caller: Caller, number: int, name: str, message: str) -> None:
-        self._send(caller.identity, wire.Failed(number, self._server.policy_version, name, message))
+        message = message.encode(errors="backslashreplace").decode()  # what others raised need not be Unicode
+        self._send(caller.identity, wire.Failed(number, self._version, name, message))
 
     async def _start_server(self, raw: msgspec.Raw) -> wire.Description:
         async with self._starting:
@@ -311,7 +322,7 @@ class ReplicaService:
         """Of the server's requests, and of those whose prompt is on its way."""
         names = wire.decode_names(raw)
         wanted = None if names is None else set(names)
-        version = self._server.policy_version
+        version = self._version
         nothing = TokenOutput([], None, StopReason.ABORTED, policy_versions=(PolicySpan(0, version),))
         num_aborted = 0
         for caller in self._callers.values():
@@ -357,6 +368,11 @@ class ReplicaService:
         caller.cancel_all()
         self._release_later(caller, list(caller.conversations), caller.tasks)
 
+    def _part_from_vanished(self, caller: Caller) -> None:
+        self.stats.num_vanished += 1
+        logger.warning("%s is gone without a goodbye; its requests end", caller.name)
+        self._part_from(caller)
+
     def _tick(self) -> None:
         """Gives everybody a sign of life, and parts from those who are not there to take it.
 
@@ -368,11 +384,9 @@ class ReplicaService:
         for caller in list(self._callers.values()):
             caller.num_silent_ticks = 0 if caller.has_spoken else caller.num_silent_ticks + 1
             caller.has_spoken = False
-            is_there = self._send(caller.identity, wire.Pong(self._server.policy_version))
+            is_there = self._send(caller.identity, wire.Pong(self._version))
             if not is_there or caller.num_silent_ticks > _STUCK_TICKS:
-                self.stats.num_vanished += 1
-                logger.warning("%s is gone without a goodbye; its requests end", caller.name)
-                self._part_from(caller)
+                self._part_from_vanished(caller)
         self._timer = asyncio.get_running_loop().call_later(self._silence_s / wire.TICKS, self._tick)
 
     async def _close_after_shutdown(self, caller: Caller) -> None:

@@ -40,6 +40,8 @@ class Hello(_Message, frozen=True):
     """Of the shared key; empty without one."""
     name: str
     """For logs."""
+    remote: bytes = b""
+    """Which remote server says it: a new connection of the same one takes the place of the last."""
 
 
 class Generate(_Message, frozen=True):
@@ -169,7 +171,7 @@ def encode_raw(value: Any) -> msgspec.Raw:
     """A part of a message.
 
     Raises:
-        TypeError: It is not a plain value.
+        TypeError, ValueError, OverflowError, RecursionError: It is not a plain value.
     """
     return msgspec.Raw(encode(value))
 
