@@ -26,9 +26,9 @@ def checked_output(raw: Any, params: SamplingParams, replica: int) -> TokenOutpu
     try:
         output = as_token_output(raw)
     except EngineInputError as error:
-        raise ReplicaError(
-            f"replica {replica} must answer by its contract, got that {error}", replica=replica
-        ) from error
+        # Its cause would be what the replica raised, and this is not.
+        message = f"replica {replica} must answer by its contract, got that {error}"
+        raise ReplicaError(message, replica=replica) from None
     fault = _fault(output, params)
     if fault:
         raise ReplicaError(f"{fault} from replica {replica}; correct that server", replica=replica)
