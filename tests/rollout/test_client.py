@@ -591,3 +591,60 @@ async def test_a_server_that_does_not_tell_what_it_can_is_not_added(stub_server)
         client.add_server(Broken())
     assert client.num_in_flight == {0: 0}
     assert (await client.generate("a", [1], PARAMS)).token_ids == [99]
+
+
+async def test_a_cancelled_release_still_reaches_the_replicas(stub_server):
+    """Whoever is cancelled while it releases leaves nothing at any replica."""
+    entered, free = asyncio.Event(), asyncio.Event()
+
+    class Slow(stub_server):
+        async def release(self, request_id):
+            entered.set()
+            await free.wait()
+            await super().release(request_id)
+
+    servers = [Slow(), stub_server()]
+    client = LLMServerClient(servers, policy=RoundRobin())
+    for _ in servers:
+        await client.generate("a", [1], PARAMS)
+    task = asyncio.create_task(client.release("a"))
+    await entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    free.set()
+    await asyncio.gather(*client._ending)
+    assert [server.released for server in servers] == [["a"], ["a"]]
+    await asyncio.sleep(0)
+    assert (client._ending, client.num_sticky) == (set(), 0)
+
+
+async def test_a_release_that_comes_late_spares_who_goes_on_under_the_name(stub_server):
+    """A release that was cancelled while the turn would not end tells no replica if the name is in
+    use again by then; the next release tells all."""
+    free = asyncio.Event()
+
+    class Stubborn(stub_server):
+        async def generate(self, prompt_ids, sampling_params, request_id, media=()):
+            while not free.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await free.wait()
+            return await super().generate(prompt_ids, sampling_params, request_id, media)
+
+    server, other = Stubborn(), stub_server()
+    client = LLMServerClient([server, other], policy=RoundRobin())
+    turn = asyncio.create_task(client.generate("a", [1], PARAMS))
+    await asyncio.sleep(0)
+    release = asyncio.create_task(client.release("a"))
+    await asyncio.sleep(0)
+    release.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await release
+    assert (await client.generate("a", [1], PARAMS)).token_ids == [99]
+    free.set()
+    with pytest.raises(SessionStateError):
+        await turn
+    await asyncio.gather(*client._ending)
+    assert (server.released, other.released, client.num_sticky) == ([], [], 1)
+    await client.release("a")
+    assert (server.released, other.released, client.num_sticky) == (["a"], ["a"], 0)

@@ -80,6 +80,7 @@ class LLMServerClient:
             decision_log,
         )
         self._conversations = self._placement.conversations
+        self._ending: set[asyncio.Task[None]] = set()  # of conversations whose release was cancelled
         for server in servers:
             self.add_server(server)
         register(self)
@@ -323,6 +324,19 @@ class LLMServerClient:
         conversation.is_released = True
         if conversation.replica is None:
             self._placement.admission.refuse(conversation, conversation.released())
+        try:
+            await self._end(conversation)
+        except asyncio.CancelledError:
+            # Its replicas are told all the same.
+            ending = asyncio.ensure_future(self._end(conversation))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            raise
+        finally:
+            self._placement.close(conversation)
+
+    async def _end(self, conversation: Conversation) -> None:
+        """Give up a conversation's turn, and tell the replicas in service that served it, within the deadline."""
         limit_s = min(self._timeout_s, _RELEASE_TIMEOUT_S)
         deadline = asyncio.timeout(limit_s)
         try:
@@ -330,22 +344,23 @@ class LLMServerClient:
                 if conversation.is_under_way:
                     await conversation.interrupt()
                 conversation.enter(Stage.RELEASING)
-                await self._free(conversation)
+                current = self._conversations.get(conversation.request_id, conversation)
+                if current is conversation:
+                    conversation.visited &= self._placement.servers.keys()
+                    await self._free(conversation)
+                else:
+                    current.visited |= conversation.visited  # whoever goes on under the name will release it
         except TimeoutError:
             if not deadline.expired():
                 raise
             replicas = ", ".join(map(str, sorted(conversation.visited))) or "None"
             self._overdue(
-                f"replica {replicas} must release request {request_id!r} within {limit_s:g} s, got no answer since"
-                f" {ago(conversation.since)}; look at its log"
+                f"replica {replicas} must release request {conversation.request_id!r} within {limit_s:g} s, got no answer"
+                f" since {ago(conversation.since)}; look at its log"
             )
-        finally:
-            self._placement.close(conversation)
 
     async def _free(self, conversation: Conversation) -> None:
-        """Tell all replicas that served a conversation, where they are in service, that it is over."""
         servers = self._placement.servers
-        conversation.visited &= servers.keys()
         if len(conversation.visited) == 1:
             (replica,) = conversation.visited
             await _free_at(replica, servers[replica], conversation)
