@@ -184,6 +184,26 @@ async def test_cancelling_gives_the_place_back_wherever_it_strikes(sized):
     assert client.activity().replicas[0].num_sessions == 0
 
 
+async def test_a_place_that_a_move_leaves_goes_to_the_next(sized):
+    """A conversation that is too large for what is left beside others gets the replica that the last one there leaves."""
+
+    class Told:
+        def choose(self, request_id, in_flight, previous):
+            return {"stays": 1, "moves": 0 if previous is None else 1}.get(request_id, min(in_flight))
+
+    client = LLMServerClient([sized(tokens=100), sized(tokens=100)], policy=Told(), admission=AdmissionConfig())
+    await client.generate("moves", [1] * 30, PARAMS)
+    await client.generate("stays", [1] * 40, PARAMS)
+    (large,) = begin(client, "large", prompt=80)
+    await settle()
+    assert client.num_waiting == 1
+    await client.generate("moves", [1] * 31, PARAMS)
+    assert client.num_waiting == 0
+    await large
+    assert [replica.num_sessions for replica in client.activity().replicas] == [1, 2]
+    assert client.num_in_flight == {0: 0, 1: 0}
+
+
 async def test_a_wait_past_its_deadline_says_who_holds_what(sized, caplog):
     """The error names the request, how long it waited, the last progress and what replicas hold; the log has a dump."""
     client = LLMServerClient([sized(tokens=30)], admission=AdmissionConfig(timeout_s=0.05))

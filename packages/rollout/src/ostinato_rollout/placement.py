@@ -167,10 +167,13 @@ class Placement:
             raise ReplicaError(f"the policy must choose one of {sorted(candidates)}, got {replica!r}; correct it")
         if self._log is not None:
             self._log.record(conversation.request_id, candidates, previous, replica)
+        is_move = conversation.replica not in (None, replica)
         if replica != conversation.replica:
             self.admission.settle(conversation, replica)
             conversation.visited.add(replica)
         self.in_flight[replica] += 1
+        if is_move:
+            self.admission.admit_waiting()
         return replica
 
     def _candidates(self, conversation: Conversation) -> Mapping[int, int]:
