@@ -427,6 +427,28 @@ class Slow(AsyncServerBase):
 """
 
 
+STUCK = """
+import asyncio
+
+from ostinato_engines import AsyncServerBase
+
+
+class Stuck(AsyncServerBase):
+    def __init__(self, model):
+        pass
+
+    async def generate(self, prompt_ids, sampling_params, request_id, media=()):
+        return [1]
+
+    async def chat_completion(self, raw_request):
+        return {}
+
+    async def shutdown(self):
+        print("shutting down", flush=True)
+        await asyncio.Event().wait()
+"""
+
+
 @pytest.fixture
 def launch(tmp_path):
     """Starts replica processes at one address, and kills those that are left."""
@@ -463,6 +485,22 @@ async def test_a_killed_replica_is_noticed_and_its_successor_found(launch):
     await _eventually(lambda: remote.generate([1, 2, 2, 5], PARAMS, "quick"))
     assert (remote.stats.num_lost, remote.stats.num_whole, remote.num_waiting) == (1, 3, 0)
     await remote.shutdown()
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+def test_a_replica_process_can_be_ended_though_its_engine_does_not_end(tmp_path, signal_number):
+    """The first signal asks the engine to shut down, and the second one waits for it no longer."""
+    (tmp_path / "stuck.py").write_text(STUCK)
+    command = (sys.executable, "-m", "ostinato_rollout.transport", f"{tmp_path}/stuck.py:Stuck", "model")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout.readline().startswith("tcp://127.0.0.1:")
+            process.send_signal(signal_number)
+            assert process.stdout.readline() == "shutting down\n"
+            process.send_signal(signal_number)
+            assert process.wait(timeout=20) != 0
+        finally:
+            process.kill()
 
 
 async def test_a_replica_that_stood_still_is_found_again(launch):

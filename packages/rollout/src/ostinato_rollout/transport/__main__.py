@@ -1,6 +1,7 @@
 """A replica in a process of its own: `python -m ostinato_rollout.transport ENGINE MODEL`.
 
-Prints the address that it serves at, and serves until it is shut down by a `RemoteServer`, or interrupted.
+Prints the address that it serves at, and serves until it is shut down by a `RemoteServer`, or interrupted; a second
+interrupt does not wait for the engine's end.
 """
 
 import argparse
@@ -16,6 +17,8 @@ from ostinato_rollout.transport.service import LOOPBACK, ReplicaService
 from ostinato_rollout.transport.wire import SILENCE_S
 
 KEY_VARIABLE = "OSTINATO_REPLICA_KEY"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SHUTDOWN_S = 60.0
 
 
 async def serve(options: argparse.Namespace) -> None:
@@ -27,7 +30,7 @@ async def serve(options: argparse.Namespace) -> None:
     )
     loop = asyncio.get_running_loop()
     serving = asyncio.ensure_future(service.wait_closed())
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _SIGNALS:
         loop.add_signal_handler(number, serving.cancel)
     try:
         async with service:
@@ -35,7 +38,11 @@ async def serve(options: argparse.Namespace) -> None:
             sys.stdout.flush()
             await asyncio.wait([serving])
     finally:
-        await server.shutdown()
+        # A second signal ends the process at once.
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+        async with asyncio.timeout(_SHUTDOWN_S):
+            await server.shutdown()
 
 
 def main() -> None:
