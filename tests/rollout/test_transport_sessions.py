@@ -204,10 +204,9 @@ def test_each_ledger_holds_each_sampled_token_once_and_nothing_is_left(steps, se
     asyncio.run(play(steps, seed, is_sticky=is_sticky))
 
 
-def test_the_steps_reach_what_they_are_about():
-    """A fixed play loses a connection, and has all turns of all conversations without sending everything each time."""
-    steps = [("pass", 7)] * 6 + [(what, 7) for what in ("forget there", "cut", "abort", "part", "forget here")] * 4
-    counted = asyncio.run(play(steps, 0, is_sticky=True))
-    assert counted["num_lost"] >= 1
-    assert counted["num_generates"] > 18
+def test_conversations_that_nothing_happens_to_have_all_turns():
+    """All turns of all conversations are had, and not everything is sent each time."""
+    counted = asyncio.run(play([], 0, is_sticky=True))
+    assert counted["num_generates"] == 18
     assert counted["num_sent_tokens"] < counted["num_prompt_tokens"]
+    assert (counted["num_lost"], counted["num_resent"]) == (0, 0)
