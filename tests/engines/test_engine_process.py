@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -267,13 +268,15 @@ async def test_what_the_environment_lacks_is_told_with_its_interpreter(tmp_path)
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -s "$@"\n')
     bare.chmod(0o755)
     server = EngineProcess("transformers", "model", python=bare)
-    with pytest.raises(EngineStartError, match=f"(?s)under {bare}.*install this package|install it there"):
+    with pytest.raises(
+        EngineStartError, match=f"(?s)under {re.escape(str(bare))}.*install this package|install it there"
+    ):
         await server.start()
     await server.shutdown()
     if importlib.util.find_spec("vllm") is None:
         server = EngineProcess("vllm", "model")
         with pytest.raises(
-            MissingDependencyError, match=f"under {sys.executable}, .*pip install 'ostinato-engines.*` there"
+            MissingDependencyError, match=f"under {re.escape(sys.executable)}, .*pip install 'ostinato-engines.*` there"
         ):
             await server.start()
         await server.shutdown()

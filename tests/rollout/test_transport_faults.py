@@ -393,6 +393,27 @@ async def test_a_caller_that_stands_still_for_ever_is_gone(dial, monkeypatch):
         await until(lambda: server.released == ["talk"])
 
 
+class NeverReleases(ScriptedServer):
+    """A server on which the end of a conversation hangs."""
+
+    async def release(self, request_id):
+        await asyncio.Event().wait()
+
+
+async def test_an_engine_that_does_not_release_is_not_waited_for(monkeypatch):
+    """What a caller that has gone leaves behind is given up after a while, and counted."""
+    monkeypatch.setattr(service, "_END_S", 0.05)
+    server = NeverReleases(lambda request: [5])
+    async with ReplicaService(server) as replica:
+        remote = RemoteServer(replica.address)
+        await remote.start()
+        for name in ("one", "other"):
+            await remote.generate([1, 2], PARAMS, name)
+        await remote.disconnect()
+        await until(lambda: replica.stats.num_release_failures == 2)
+        assert (replica.num_calls, replica.num_conversations) == (0, 0)
+
+
 async def test_a_silent_replica_fails_what_waits_for_it():
     """A replica that says nothing more is lost within the bound, and the error says what was waited for and since when."""
     context = zmq.asyncio.Context.instance()

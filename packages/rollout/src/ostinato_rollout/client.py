@@ -18,13 +18,7 @@ from ostinato_rollout.contract import checked_output
 from ostinato_rollout.conversation import Conversation, Stage, num_cancellations
 from ostinato_rollout.decision_log import DecisionLog
 from ostinato_rollout.diagnostics import ago, log_dump, register
-from ostinato_rollout.errors import (
-    NoReplicaError,
-    ReplicaError,
-    RequestTimeoutError,
-    RolloutError,
-    SessionInputError,
-)
+from ostinato_rollout.errors import NoReplicaError, ReplicaError, RequestTimeoutError, RolloutError, SessionInputError
 from ostinato_rollout.placement import Placement
 from ostinato_rollout.resumption import PartialGeneration
 from ostinato_rollout.routing import ReplicaPolicy, StickyLeastInFlight

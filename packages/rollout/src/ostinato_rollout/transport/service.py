@@ -354,7 +354,8 @@ class ReplicaService:
             if any(request_id in caller.conversations for caller in self._callers.values()):
                 continue
             try:
-                await self._server.release(request_id)
+                async with asyncio.timeout(_END_S):
+                    await self._server.release(request_id)
             # Nobody is there to be told.
             except Exception as error:
                 self.stats.num_release_failures += 1
