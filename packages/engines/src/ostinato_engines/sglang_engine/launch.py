@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from ostinato_engines.errors import EngineInputError
+from ostinato_engines.launch_options import EngineOptions
 from ostinato_engines.sglang_engine.checkpoint_config import CheckpointConfig
 from ostinato_engines.sglang_engine.http import LOOPBACK
 from ostinato_engines.sglang_engine.plugin.lifeline import VARIABLE as LIFELINE
@@ -50,35 +51,21 @@ _FOREIGN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Variables that would lead another interpreter to this one's packages."""
 
 
-class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
+class LaunchOptions(EngineOptions, frozen=True, kw_only=True):
     """What `SGLangServer` was given; see there.
 
     Raises:
         EngineInputError: A number below 1, or an argument that is not for the user to set.
     """
 
-    model: str
     python: str
     launcher: tuple[str, ...]
-    dtype: str
-    max_model_len: int | None
-    max_num_seqs: int | None
-    max_num_batched_tokens: int | None
-    tensor_parallel_size: int
-    gpu_memory_utilization: float | None
-    enforce_eager: bool
-    seed: int
-    cast_weights: bool
     own_chat: bool
     """Whether chat requests are answered without SGLang's endpoint."""
     environment: Mapping[str, str]
-    more: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "max_num_seqs", "max_model_len", "max_num_batched_tokens"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise EngineInputError(f"{name} must be an integer of at least 1, got {value!r}; leave it out")
+        super().__post_init__()
         for name in self.more:
             if name.replace("-", "_") in _OURS:
                 raise EngineInputError(f"engine_args must leave {name} to SGLangServer, got a value; remove it")

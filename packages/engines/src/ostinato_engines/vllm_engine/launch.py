@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ostinato_engines import device as devices
 from ostinato_engines.errors import EngineInputError, EngineStartError
+from ostinato_engines.launch_options import EngineOptions
 from ostinato_engines.vllm_engine.diagnosis import explain
 from ostinato_engines.vllm_engine.endpoint import has_tokenizer
 from ostinato_engines.vllm_engine.engine_log import EngineLog
@@ -43,31 +42,17 @@ _STARTING = threading.Lock()
 """One engine of a process starts at a time: the environment of its processes is that of this one."""
 
 
-class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
+class LaunchOptions(EngineOptions, frozen=True, kw_only=True):
     """What `VLLMServer` was given; see there.
 
     Raises:
         EngineInputError: A number below 1, or an adapter that is not there.
     """
 
-    model: str
-    dtype: str
-    max_model_len: int | None
-    max_num_seqs: int | None
-    max_num_batched_tokens: int | None
-    tensor_parallel_size: int
-    gpu_memory_utilization: float | None
-    enforce_eager: bool
-    seed: int
-    cast_weights: bool
     lora: str | None
-    more: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise EngineInputError(f"{name} must be an integer of at least 1, got {value!r}; leave it out")
+        super().__post_init__()
         if self.lora is not None and not (Path(self.lora) / "adapter_config.json").is_file():
             raise EngineInputError(
                 f"lora must be a folder with an adapter_config.json, got {self.lora}; save the adapter there"
