@@ -41,7 +41,7 @@ from ostinato_rollout import ServerPool, SessionBudget
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens, SanityCheckMode
 from ostinato_tools import ToolExecutor, ToolRegistry, function_tool
 from ostinato_trainer.batch import Batch
-from ostinato_trainer.segments import Segment
+from ostinato_trainer.segments import segments_of
 
 CONVERSATIONS = 32
 TOOL_TURNS = 8
@@ -241,22 +241,7 @@ class Ours:
     def arrays(self) -> float:
         """Seconds from the last trajectories to the columns of a batch, as the trainer makes them."""
         started = time.process_time()
-        segments = [
-            Segment(
-                prompt_ids=output.prompt_ids,
-                response_ids=output.response_ids,
-                response_mask=output.response_mask,
-                response_logprobs=output.response_logprobs,
-                position_ids=output.position_ids,
-                group_id=trajectory.group_id,
-                trajectory_id=trajectory.trajectory_id,
-                reward=trajectory.reward.score,
-            )
-            for trajectory in self._trajectories
-            if trajectory.reward is not None
-            for output in trajectory.segments
-        ]
-        self._batch = Batch.from_segments(segments)
+        self._batch = Batch.from_segments(segments_of(self._trajectories))
         return time.process_time() - started
 
     def digest(self) -> list[str]:

@@ -23,7 +23,7 @@ from ostinato_trainer.config import Config
 from ostinato_trainer.errors import TrainingInterrupted
 from ostinato_trainer.metrics import step_metrics, timing_metrics, validation_metrics
 from ostinato_trainer.policy_losses import PolicyLossOptions, policy_loss_fn
-from ostinato_trainer.segments import Segment
+from ostinato_trainer.segments import Segment, segments_of
 
 
 class PromptStream(Protocol):
@@ -193,30 +193,14 @@ class PPOTrainer:
 
     def _segments(self, trajectories: Sequence[Trajectory]) -> list[Segment]:
         """Healthy trajectories as the segments of a batch."""
-        healthy = [
-            trajectory for trajectory in trajectories if trajectory.failure is None and trajectory.reward is not None
-        ]
-        if not healthy:
+        segments = segments_of(trajectories)
+        if not segments:
             failures = [trajectory.failure for trajectory in trajectories if trajectory.failure is not None]
             first = f"; the first failed in {failures[0].where}: {failures[0].message}" if failures else ""
             raise TrainingInterrupted(
                 f"step {self.step} must have at least one trajectory to learn from, but all {len(trajectories)} failed{first}"
             )
-        return [
-            Segment(
-                prompt_ids=output.prompt_ids,
-                response_ids=output.response_ids,
-                response_mask=output.response_mask,
-                response_logprobs=output.response_logprobs,
-                position_ids=output.position_ids,
-                group_id=trajectory.group_id,
-                trajectory_id=trajectory.trajectory_id,
-                reward=trajectory.reward.score,
-            )
-            for trajectory in healthy
-            if trajectory.reward is not None
-            for output in trajectory.segments
-        ]
+        return segments
 
     def _update(self, batch: Batch) -> dict[str, float]:
         """`ppo_epochs` passes over the batch in mini-batches; returns the mean of their metrics."""

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ostinato_agent_loop import Trajectory
 from ostinato_trainer.errors import BatchError
 
 
@@ -40,6 +41,25 @@ class Segment:
     """Of the whole trajectory, the same in all its segments."""
     position_ids: Sequence[int] | None = None
     """One a token, prompt and response; None counts from 0."""
+
+
+def segments_of(trajectories: Sequence[Trajectory]) -> list[Segment]:
+    """The segments of the trajectories that neither failed nor lack a reward, in order."""
+    return [
+        Segment(
+            prompt_ids=output.prompt_ids,
+            response_ids=output.response_ids,
+            response_mask=output.response_mask,
+            response_logprobs=output.response_logprobs,
+            position_ids=output.position_ids,
+            group_id=trajectory.group_id,
+            trajectory_id=trajectory.trajectory_id,
+            reward=trajectory.reward.score,
+        )
+        for trajectory in trajectories
+        if trajectory.failure is None and trajectory.reward is not None
+        for output in trajectory.segments
+    ]
 
 
 def columns_of(segments: Sequence[Segment]) -> dict[str, Any]:
