@@ -70,6 +70,15 @@ async def dial():
         socket.close(linger=0)
 
 
+@pytest.fixture
+async def service_socket():
+    """The socket of a service that the test plays itself, and its address."""
+    socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    yield socket, f"tcp://127.0.0.1:{port}"
+    socket.close(linger=0)
+
+
 async def until(condition):
     """Waits, as long as the test may take, until something holds."""
     async with asyncio.timeout(20):
@@ -247,12 +256,10 @@ async def test_a_call_that_may_have_begun_is_not_asked_again():
         await remote.disconnect()
 
 
-async def test_garbage_of_a_service_is_counted():
+async def test_garbage_of_a_service_is_counted(service_socket):
     """A caller drops what it cannot read, and loses a service that says nothing else."""
-    context = zmq.asyncio.Context.instance()
-    socket = context.socket(zmq.ROUTER)
-    port = socket.bind_to_random_port("tcp://127.0.0.1")
-    remote = RemoteServer(f"tcp://127.0.0.1:{port}", start_timeout_s=0.3)
+    socket, address = service_socket
+    remote = RemoteServer(address, start_timeout_s=0.3)
     starting = asyncio.ensure_future(remote.start())
     identity, _ = await socket.recv_multipart()
     for frames in ([b"\xc1"], [wire.encode(wire.Welcome(1.0)), b"more"], [wire.encode(wire.Ping(1))]):
@@ -261,15 +268,12 @@ async def test_garbage_of_a_service_is_counted():
         await starting
     assert remote.stats.num_malformed == 3
     await remote.disconnect()
-    socket.close(linger=0)
 
 
-async def test_an_answer_of_another_kind_is_an_error():
+async def test_an_answer_of_another_kind_is_an_error(service_socket):
     """A call whose answer is not what the method gives fails, and says which."""
-    context = zmq.asyncio.Context.instance()
-    socket = context.socket(zmq.ROUTER)
-    port = socket.bind_to_random_port("tcp://127.0.0.1")
-    remote = RemoteServer(f"tcp://127.0.0.1:{port}")
+    socket, address = service_socket
+    remote = RemoteServer(address)
     starting = asyncio.ensure_future(remote.start())
     identity, _ = await socket.recv_multipart()
     await socket.send_multipart([identity, wire.encode(wire.Welcome(1.0))])
@@ -280,15 +284,12 @@ async def test_an_answer_of_another_kind_is_an_error():
     with pytest.raises(ReplicaLostError, match="start must be answered with Description"):
         await starting
     await remote.disconnect()
-    socket.close(linger=0)
 
 
-async def test_a_hello_that_is_lost_is_said_again():
+async def test_a_hello_that_is_lost_is_said_again(service_socket):
     """A service that takes a hello with it as it ends does not keep its successor from being found."""
-    context = zmq.asyncio.Context.instance()
-    socket = context.socket(zmq.ROUTER)
-    port = socket.bind_to_random_port("tcp://127.0.0.1")
-    remote = RemoteServer(f"tcp://127.0.0.1:{port}")
+    socket, address = service_socket
+    remote = RemoteServer(address)
     starting = asyncio.ensure_future(remote.start())
     identity, first = await socket.recv_multipart()
     again = await socket.recv_multipart()
@@ -297,7 +298,6 @@ async def test_a_hello_that_is_lost_is_said_again():
     await remote.disconnect()
     with pytest.raises(EngineClosedError, match="was let go while it connected"):
         await starting
-    socket.close(linger=0)
     async with ReplicaService(scripted()) as replica:
         other = RemoteServer(replica.address)
         await other.start()
@@ -306,12 +306,10 @@ async def test_a_hello_that_is_lost_is_said_again():
         await other.disconnect()
 
 
-async def test_a_service_that_ends_as_it_welcomes_is_lost():
+async def test_a_service_that_ends_as_it_welcomes_is_lost(service_socket):
     """A connection that is lost between its welcome and its first call fails that call instead of waiting for ever."""
-    context = zmq.asyncio.Context.instance()
-    socket = context.socket(zmq.ROUTER)
-    port = socket.bind_to_random_port("tcp://127.0.0.1")
-    remote = RemoteServer(f"tcp://127.0.0.1:{port}")
+    socket, address = service_socket
+    remote = RemoteServer(address)
     starting = asyncio.ensure_future(remote.start())
     identity, _ = await socket.recv_multipart()
     for reply in (wire.Welcome(1.0), wire.Closing()):
@@ -321,7 +319,6 @@ async def test_a_service_that_ends_as_it_welcomes_is_lost():
             await starting
     assert remote.num_waiting == 0
     await remote.disconnect()
-    socket.close(linger=0)
 
 
 # Silence
@@ -414,12 +411,10 @@ async def test_an_engine_that_does_not_release_is_not_waited_for(monkeypatch):
         assert (replica.num_calls, replica.num_conversations) == (0, 0)
 
 
-async def test_a_silent_replica_fails_what_waits_for_it():
+async def test_a_silent_replica_fails_what_waits_for_it(service_socket):
     """A replica that says nothing more is lost within the bound, and the error says what was waited for and since when."""
-    context = zmq.asyncio.Context.instance()
-    socket = context.socket(zmq.ROUTER)
-    port = socket.bind_to_random_port("tcp://127.0.0.1")
-    remote = RemoteServer(f"tcp://127.0.0.1:{port}", silence_s=0.2)
+    socket, address = service_socket
+    remote = RemoteServer(address, silence_s=0.2)
     starting = asyncio.ensure_future(remote.start())
     identity, _ = await socket.recv_multipart()
     await socket.send_multipart([identity, wire.encode(wire.Welcome(1.0))])
@@ -429,7 +424,6 @@ async def test_a_silent_replica_fails_what_waits_for_it():
     ):
         await starting
     await remote.disconnect()
-    socket.close(linger=0)
 
 
 SLOW = """

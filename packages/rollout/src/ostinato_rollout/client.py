@@ -348,7 +348,7 @@ class LLMServerClient:
             if not deadline.expired():
                 raise
             replicas = ", ".join(map(str, sorted(conversation.visited))) or "None"
-            self._overdue(
+            log_dump(
                 f"replica {replicas} must release request {conversation.request_id!r} within {limit_s:g} s, got no answer"
                 f" since {ago(conversation.since)}; look at its log"
             )
