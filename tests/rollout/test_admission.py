@@ -16,6 +16,7 @@ from ostinato_rollout import (
     NoReplicaError,
     RequestTimeoutError,
     ServerPool,
+    SessionInputError,
     SessionStateError,
 )
 from ostinato_rollout.admission import ExpectedLength
@@ -98,6 +99,19 @@ async def test_settings_come_before_what_engines_say(sized):
         assert len(server.requests) == expected
         for task in tasks:
             task.cancel()
+
+
+async def test_clients_of_the_same_replicas_share_what_they_hold(sized):
+    """Two clients that are told so admit half each, of tokens and of sessions, and at least one conversation."""
+    for server, share in ((sized(tokens=100), 2), (sized(sessions=5), 2), (sized(sessions=1), 1)):
+        clients = [LLMServerClient([server], admission=AdmissionConfig(), num_clients=2) for _ in range(2)]
+        tasks = [task for client in clients for task in begin(client, *"abcd")]
+        await settle()
+        assert len(server.requests) == 2 * share
+        for task in tasks:
+            task.cancel()
+    with pytest.raises(SessionInputError, match="num_clients must be at least 1, got 0"):
+        LLMServerClient([sized()], num_clients=0)
 
 
 async def test_nobody_waits_where_no_engine_says_what_it_holds(stub_server):

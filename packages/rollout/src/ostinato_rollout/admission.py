@@ -75,10 +75,12 @@ class Admission:
     Args:
         config: Limits.
         place: Gives a conversation that fits its replica; called in order of arrival.
+        num_clients: How many clients admit to the same replicas.
     """
 
-    def __init__(self, config: AdmissionConfig, place: Callable[[Conversation], None]) -> None:
+    def __init__(self, config: AdmissionConfig, place: Callable[[Conversation], None], *, num_clients: int = 1) -> None:
         self.config = config
+        self._num_clients = num_clients
         self.accounts: dict[int, ReplicaAccount] = {}
         """By replica id; replicas in service only."""
         self.is_limited = False
@@ -99,9 +101,13 @@ class Admission:
         account = self.accounts.setdefault(replica, ReplicaAccount())
         config = self.config
         if config.enable:
-            account.capacity_tokens = config.kv_capacity_tokens or capabilities.kv_capacity_tokens
-            account.max_sessions = config.max_sessions or capabilities.kv_capacity_sessions
+            account.capacity_tokens = self._share(config.kv_capacity_tokens or capabilities.kv_capacity_tokens)
+            account.max_sessions = self._share(config.max_sessions or capabilities.kv_capacity_sessions)
         self._limits_changed()
+
+    def _share(self, limit: int | None) -> int | None:
+        """Return what this client may use of a limit that all clients of a replica share."""
+        return None if limit is None else max(1, limit // self._num_clients)
 
     def remove(self, replica: int) -> None:
         """Close a replica's account; what it held is held by nobody until it moves."""

@@ -49,6 +49,8 @@ class LLMServerClient:
             way do not depend on those that wait: see `admit`.
         decision_log: Is told every choice of a replica.
         on_lost: Is told of a replica that has failed for good, and why.
+        num_clients: Clients over the same replicas, this one included: each admits to its part of what they hold, so that
+            together they hold no more. Give them seeds of their own, or they all begin at the same replica.
     """
 
     def __init__(
@@ -61,7 +63,10 @@ class LLMServerClient:
         admission: AdmissionConfig | None = None,
         decision_log: DecisionLog | None = None,
         on_lost: Callable[[AsyncServerBase, BaseException], None] | None = None,
+        num_clients: int = 1,
     ) -> None:
+        if num_clients < 1:
+            raise SessionInputError(f"num_clients must be at least 1, got {num_clients}; count this one as well")
         if not timeout_s > 0:
             raise SessionInputError(f"timeout_s must be positive, got {timeout_s}; give seconds")
         if not servers:
@@ -72,6 +77,7 @@ class LLMServerClient:
             StickyLeastInFlight(seed) if policy is None else policy,
             AdmissionConfig(enable=False) if admission is None else admission,
             decision_log,
+            num_clients=num_clients,
         )
         self._conversations = self._placement.conversations
         self._ending: set[asyncio.Task[None]] = set()  # of conversations whose release was cancelled

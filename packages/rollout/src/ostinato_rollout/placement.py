@@ -30,9 +30,17 @@ class Placement:
         policy: How replicas are chosen.
         admission: How many conversations may be under way.
         decision_log: Is told every choice.
+        num_clients: Clients that admit conversations to the same replicas.
     """
 
-    def __init__(self, policy: ReplicaPolicy, admission: AdmissionConfig, decision_log: DecisionLog | None) -> None:
+    def __init__(
+        self,
+        policy: ReplicaPolicy,
+        admission: AdmissionConfig,
+        decision_log: DecisionLog | None,
+        *,
+        num_clients: int = 1,
+    ) -> None:
         self.policy = policy
         self.servers: dict[int, AsyncServerBase] = {}
         """In service, by id."""
@@ -40,7 +48,7 @@ class Placement:
         """Generations, by id of those in service."""
         self.conversations: dict[str, Conversation] = {}
         """Under way, by request id, those that wait for a place included."""
-        self.admission = Admission(admission, self.place)
+        self.admission = Admission(admission, self.place, num_clients=num_clients)
         self._log = decision_log
         self._next_id = 0
         self._last_lost = ""

@@ -82,10 +82,11 @@ class ServerPool:
         policy: ReplicaPolicy | None = None,
         admission: AdmissionConfig | None = None,
         decision_log: DecisionLog | None = None,
+        num_clients: int = 1,
     ) -> LLMServerClient:
         """Return a client over the replicas in service, which follows when one is taken out.
 
-        Each client counts for itself what replicas hold: one for all conversations admits as many as fit.
+        Each client counts for itself what replicas hold: where several admit conversations, tell each how many they are.
         """
         self._check_left("make a client")
         client = LLMServerClient(
@@ -96,6 +97,7 @@ class ServerPool:
             admission=admission,
             decision_log=decision_log,
             on_lost=self._found_lost,
+            num_clients=num_clients,
         )
         self._clients.add(client)
         return client
