@@ -1,8 +1,8 @@
 """Build every package as a wheel, install it alone with only what it declares, import it and run its own tests there.
 
 ``isolate.py [PACKAGE ...] [--scratch DIR]``: each package, and each of its extras that the tests know, gets an environment of its own outside
-the workspace, so that nothing but the wheel and its declared requirements can be imported. An environment that passed is removed at once; with
-``--scratch`` those that failed, and the wheels, are left to look at.
+the workspace, so that nothing but the wheel and its declared requirements can be imported. With an extra, the test modules run that skipped something
+without it. An environment that passed is removed at once; with ``--scratch`` those that failed, and the wheels, are left to look at.
 """
 
 import argparse
@@ -13,11 +13,12 @@ import sys
 import tempfile
 import tomllib
 from pathlib import Path
+from xml.etree import ElementTree
 
 REPO = Path(__file__).resolve().parent.parent
 UV = os.environ.get("UV", "uv")  # `uv run` tells its children which uv it is
 PACKAGES = ("tokenization", "tools", "engines", "rollout", "agent_loop", "trainer")
-TESTED_EXTRAS = ("transformers", "mcp", "zmq", "serve")
+TESTED_EXTRAS = ("transformers", "mcp", "zmq", "serve", "ray", "mlflow", "langgraph", "gateway")
 TEST_REQUIREMENTS = ("pytest", "pytest-asyncio", "pytest-timeout", "hypothesis")
 # One torch for every environment, as in the lock: what is tested, not what is installed, should differ.
 TORCH = "torch==2.13.*"
@@ -66,8 +67,15 @@ def siblings_of(package: str) -> set[str]:
     return {package}.union(*(siblings_of(name) for name in required))
 
 
-def isolate(package: str, extra: str | None, home: Path, wheels: Path) -> None:
-    """Install one wheel alone in an environment below `home` and run its tests from a folder that holds nothing else."""
+def skipping(report: Path) -> list[str]:
+    """The test modules that skipped something, by pytest's report."""
+    cases = [case for case in ElementTree.parse(report).iter("testcase") if case.find("skipped") is not None]
+    # A module that was skipped as a whole is a case without a class, named after itself.
+    return sorted({case.get("file") or f"{case.get('name', '').replace('.', '/')}.py" for case in cases})
+
+
+def isolate(package: str, extra: str | None, home: Path, wheels: Path, tests: list[str]) -> list[str]:
+    """Install one wheel alone in an environment below `home`, run tests from a folder that holds nothing else; return what skipped."""
     python, name = home / "venv/bin/python", project(package)["name"]
     home.mkdir(parents=True)
     # Siblings are the wheels just built, whatever an index offers under their names.
@@ -87,7 +95,9 @@ def isolate(package: str, extra: str | None, home: Path, wheels: Path) -> None:
     if package == "trainer":
         shutil.copytree(REPO / "recipes", home / "recipes")
     options = ("-q", "-c", REPO / "pyproject.toml", "--rootdir", home, "--confcutdir", home, "-p", "no:cacheprovider")
-    run(python, "-m", "pytest", *options, f"tests/{package}", cwd=home)
+    report = home / "report.xml"
+    run(python, "-m", "pytest", *options, "-o", "junit_family=xunit1", f"--junit-xml={report}", *tests, cwd=home)
+    return skipping(report)
 
 
 def main() -> int:
@@ -107,18 +117,21 @@ def main() -> int:
         run(UV, "build", "--quiet", "--all-packages", "--wheel", "--out-dir", wheels, cwd=REPO)
         for package in arguments.packages or PACKAGES:
             extras = [extra for extra in TESTED_EXTRAS if extra in project(package).get("optional-dependencies", {})]
+            tests = [f"tests/{package}"]
             for extra in (None, *extras):
                 label = f"{package}[{extra}]" if extra else package
                 home = scratch / label
                 shutil.rmtree(home, ignore_errors=True)
                 print(f"\n== {label}", flush=True)
                 try:
-                    isolate(package, extra, home, wheels)
+                    skipped = isolate(package, extra, home, wheels, tests)
                 except subprocess.CalledProcessError as error:
                     print(f"{label} failed with status {error.returncode}", flush=True)
                     failed.append(label)
                 else:
                     shutil.rmtree(home)
+                    if extra is None:
+                        tests = skipped or tests
     print(f"\nfailed alone: {', '.join(failed)}" if failed else "\nevery wheel passed its tests alone")
     return 1 if failed else 0
 
