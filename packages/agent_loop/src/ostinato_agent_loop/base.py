@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
-from ostinato_agent_loop.config import MultiTurnConfig
+from ostinato_agent_loop.config import AgentConfig, MultiTurnConfig, RolloutConfig
+from ostinato_agent_loop.errors import AgentConfigError
 from ostinato_agent_loop.output import AgentLoopOutput
 from ostinato_engines import SamplingParams
 from ostinato_rollout import ChatSession, LLMServerClient, SessionBudget
@@ -32,6 +33,8 @@ class AgentLoopContext:
     """The only way in which tools run."""
     parser: ToolParser
     """Reads calls from what the model wrote, in the format that the configuration names."""
+    agent: AgentConfig = dataclasses.field(default_factory=AgentConfig)
+    """`actor_rollout_ref.rollout.agent`."""
     trajectory_id: str = ""
     """Which trajectory this is."""
     group_id: str = ""
@@ -82,10 +85,23 @@ class AgentLoopBase(ABC):
     """An agent's program. One instance runs one trajectory; registered under a name, rows choose it by `agent_name`."""
 
     needs_tools: ClassVar[bool] = False
-    """Set by agents that use tools; their rows are refused at start while `multi_turn.enable` is false."""
+    """Set by agents that use the run's tools; they are refused at start while `multi_turn.enable` is false."""
 
     def __init__(self, context: AgentLoopContext) -> None:
         self.context = context
+
+    @classmethod
+    def check_config(cls, config: RolloutConfig, name: str) -> None:
+        """Say before anything starts whether the agent, known as `name`, can run under `actor_rollout_ref.rollout`.
+
+        Raises:
+            AgentConfigError: It cannot.
+        """
+        if cls.needs_tools and not config.multi_turn.enable:
+            raise AgentConfigError(
+                f"multi_turn.enable must be true for agent {name!r}, which uses tools, got false;"
+                " set actor_rollout_ref.rollout.multi_turn.enable=true or choose another agent"
+            )
 
     @abstractmethod
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:

@@ -88,6 +88,7 @@ class AgentLoopManager:
             budget=budget,
             tools=make_tool_executor(config.multi_turn, tokens.tokenizer) if tools is None else tools,
             parser=make_parser(config.multi_turn, tokens.tokenizer),
+            agent=config.agent,
         )
         self._workers = [
             AgentLoopWorker(context, config.agent, reward_fn=reward_fn) for _ in range(config.agent.num_workers)
@@ -96,11 +97,7 @@ class AgentLoopManager:
     def check_agents(self, names: Iterable[str]) -> None:
         """Raise unless every name is a registered agent that these settings allow; give it a dataset's `agent_name`s."""
         for name in dict.fromkeys(names):
-            if agent_loop_class(name).needs_tools and not self._config.multi_turn.enable:
-                raise AgentConfigError(
-                    f"multi_turn.enable must be true for agent {name!r}, which uses tools, got false;"
-                    " set actor_rollout_ref.rollout.multi_turn.enable=true or choose another agent"
-                )
+            agent_loop_class(name).check_config(self._config, name)
 
     async def generate_sequences(
         self,

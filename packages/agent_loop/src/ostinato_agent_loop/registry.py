@@ -13,6 +13,8 @@ from ostinato_agent_loop.base import AgentLoopBase
 from ostinato_agent_loop.errors import AgentConfigError, UnknownAgentError
 
 _AGENTS: dict[str, type[AgentLoopBase]] = {}
+_OPTIONAL = {"gateway_agent": "ostinato_agent_loop.gateway"}
+"""Agents of this package that need an extra, with the module that registers them; imported when somebody asks for one."""
 
 AgentClass = TypeVar("AgentClass", bound=type[AgentLoopBase])
 
@@ -38,12 +40,15 @@ def agent_loop_class(name: str) -> type[AgentLoopBase]:
 
     Raises:
         UnknownAgentError: Nobody registered it.
+        MissingDependencyError: It comes with this package, but needs an extra that is not installed.
     """
+    if name in _OPTIONAL and name not in _AGENTS:
+        importlib.import_module(_OPTIONAL[name])
     try:
         return _AGENTS[name]
     except KeyError:
         raise UnknownAgentError(
-            f"agent_name must be one of {', '.join(sorted(_AGENTS))}, got {name!r};"
+            f"agent_name must be one of {', '.join(sorted({*_AGENTS, *_OPTIONAL}))}, got {name!r};"
             " register it, or add it to agent_loop_config_path"
         ) from None
 
