@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 pytest.importorskip("starlette", reason="the app needs the extra serve")
 pytest.importorskip("uvicorn", reason="the app needs the extra serve")
 
+from ostinato_rollout.histories import digests
 from ostinato_rollout.openai_app.errors import ApiError
 from ostinato_rollout.openai_app.limits import AppLimits
-from ostinato_rollout.openai_app.messages import digests
 from ostinato_rollout.openai_app.request import _NEUTRAL, parse_request
 
 USER = {"role": "user", "content": "Hi."}

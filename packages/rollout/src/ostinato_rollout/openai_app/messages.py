@@ -1,21 +1,16 @@
-"""Messages of clients: their schema, the plain form that sessions take, and digests by which a conversation is found.
+"""Messages of clients: their schema, and the plain form that sessions take.
 
-Invariant: two histories have the same digest if, and but for collisions of the hash only if, they say the same; how a
-client writes it (text or parts, null or an empty content, spaces within arguments) makes no difference.
+Invariant: how a client writes a message (text or parts, null or an empty content) makes no difference to its plain form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any, Literal
 
 import msgspec
 
 from ostinato_rollout.openai_app.errors import ApiError
-
-START = b""
-"""The digest of no messages."""
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -117,29 +112,6 @@ def plain_messages(specs: Sequence[MessageSpec]) -> list[dict]:
     return messages
 
 
-def digests(messages: Sequence[dict], start: bytes = START) -> list[bytes]:
-    """Return for each message the digest of the history that ends with it, `start` being that of what came before.
-
-    Reasoning is not part of it: many clients do not send it back.
-    """
-    found = []
-    digest = start
-    for message in messages:
-        said = (
-            message["role"],
-            message["content"] or "",
-            message.get("name"),
-            message.get("tool_call_id"),
-            [
-                (call["id"], call["function"]["name"], _canonical(call["function"]["arguments"]))
-                for call in message.get("tool_calls", ())
-            ],
-        )
-        digest = blake2b(digest + msgspec.json.encode(said), digest_size=20).digest()
-        found.append(digest)
-    return found
-
-
 _ROLES = {
     SystemMessage: "system",
     DeveloperMessage: "system",
@@ -171,12 +143,3 @@ def _check_assistant(spec: AssistantMessage, index: int) -> None:
 def _plain_call(call: CallSpec) -> dict:
     function = {"name": call.function.name, "arguments": call.function.arguments}
     return {"id": call.id, "type": "function", "function": function}
-
-
-def _canonical(arguments: str) -> Any:
-    """Return what the arguments say, without how they are written; as they are where they are no JSON."""
-    try:
-        value = msgspec.json.decode(arguments)
-        return ["json", msgspec.json.encode(value, order="deterministic").decode()]
-    except (msgspec.MsgspecError, RecursionError):
-        return ["text", arguments]
