@@ -115,7 +115,7 @@ async def test_one_failing_trajectory_touches_no_other(world, caplog):
     assert [trajectory.failure is None for trajectory in batch.trajectories] == [True, False, True, True]
     failed = batch.trajectories[1]
     assert failed.failure == Failure(
-        "trajectory train-0-1/0, agent FailingAgent", FailureKind.AGENT, "LookupError: lost my way"
+        "trajectory train-0-1/0, agent manager_test_failing", FailureKind.AGENT, "LookupError: lost my way"
     )
     assert (failed.segments, failed.reward) == ([], None)
     assert len([record for record in caplog.records if "lost my way" in (record.exc_text or "")]) == 1

@@ -29,7 +29,7 @@ from ostinato_agent_loop.rows import row_agent_name, row_messages, row_tool_sele
 from ostinato_agent_loop.single_turn import SingleTurnAgentLoop
 from ostinato_agent_loop.tool_agent import AgentState, ToolAgentLoop
 from ostinato_agent_loop.trajectory import RolloutBatch, Trajectory
-from ostinato_agent_loop.worker import AgentLoopWorker, TrajectoryTask
+from ostinato_agent_loop.worker import AgentLoopWorker, TrajectoryTask, TrajectoryWorker
 
 __all__ = [
     "AgentConfig",
@@ -56,6 +56,7 @@ __all__ = [
     "Trajectory",
     "TrajectoryEnd",
     "TrajectoryTask",
+    "TrajectoryWorker",
     "UnknownAgentError",
     "ValidationSamplingConfig",
     "agent_loop_class",

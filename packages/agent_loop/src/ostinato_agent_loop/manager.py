@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ostinato_agent_loop import single_turn, tool_agent  # noqa: F401  (they register the built-in agents)
-from ostinato_agent_loop.base import AgentLoopBase, AgentLoopContext
+from ostinato_agent_loop.base import AgentLoopContext
 from ostinato_agent_loop.batch_metrics import batch_metrics
 from ostinato_agent_loop.config import AgentConfig, MultiTurnConfig, RolloutConfig
 from ostinato_agent_loop.errors import AgentConfigError, AgentRowError, UnknownAgentError
@@ -143,24 +143,37 @@ class AgentLoopManager:
 
     def _tasks(self, rows: Sequence[Mapping[str, Any]], *, n: int, step: int, validate: bool) -> list[TrajectoryTask]:
         agents = [self._agent(index, row) for index, row in enumerate(rows)]
-        self.check_agents(name for name, _ in agents)
+        self.check_agents(agents)
         phase = "val" if validate else "train"
         tasks = []
-        for index, (row, (_, agent)) in enumerate(zip(rows, agents, strict=True)):
+        for index, (row, agent) in enumerate(zip(rows, agents, strict=True)):
             group_id = f"{phase}-{step}-{index}"
             for number in range(n):
                 seed = derive_seed(self._seed, step, index, number, int(validate))
-                tasks.append(TrajectoryTask(row, agent, group_id, f"{group_id}/{number}", seed))
+                tasks.append(
+                    TrajectoryTask(
+                        row,
+                        agent,
+                        group_id,
+                        f"{group_id}/{number}",
+                        seed,
+                        step=step,
+                        sample_index=index,
+                        rollout_n=number,
+                        validate=validate,
+                    )
+                )
         return tasks
 
-    def _agent(self, index: int, row: Mapping[str, Any]) -> tuple[str, type[AgentLoopBase]]:
+    def _agent(self, index: int, row: Mapping[str, Any]) -> str:
         if not isinstance(row, Mapping):
             raise AgentRowError(f"rows[{index}] must be a mapping of fields, got {type(row).__name__}; pass dicts")
         try:
             name = row_agent_name(row, self._config.agent.default_agent_loop)
-            return name, agent_loop_class(name)
+            agent_loop_class(name)
         except (AgentRowError, UnknownAgentError) as error:
             raise type(error)(f"rows[{index}]: {error}") from error
+        return name
 
     async def _run(self, tasks: list[TrajectoryTask], n: int, params: SamplingParams) -> list[Trajectory]:
         """Split whole rows over the workers, as evenly as they go, and put the results together again."""

@@ -10,15 +10,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from ostinato_agent_loop.base import AgentLoopBase, AgentLoopContext
+from ostinato_agent_loop.base import AgentLoopContext
 from ostinato_agent_loop.clock import TrajectoryClock
 from ostinato_agent_loop.config import AgentConfig
 from ostinato_agent_loop.errors import AgentLoopOutputError, RewardResultError
 from ostinato_agent_loop.output import AgentLoopOutput
+from ostinato_agent_loop.registry import agent_loop_class
 from ostinato_agent_loop.reward import RewardFn, RewardResult
 from ostinato_agent_loop.trajectory import Trajectory
 from ostinato_engines import SamplingParams
@@ -30,18 +31,34 @@ _CLOSING_TIMEOUT_S = 300.0  # for what an agent has left open, beyond its own de
 
 
 class TrajectoryTask(msgspec.Struct, frozen=True):
-    """One trajectory to run."""
+    """One trajectory to run; plain data, so that it can be run in another process."""
 
     row: Mapping[str, Any]
     """The dataset row; its fields are the agent's keyword arguments."""
-    agent: type[AgentLoopBase]
-    """The agent's class."""
+    agent: str
+    """The agent, by the name under which it is registered."""
     group_id: str
     """The row's group."""
     trajectory_id: str
     """Unique among the trajectories under way."""
     seed: int | None = None
     """Makes the trajectory reproducible."""
+    step: int = 0
+    """The training step that it was started for."""
+    sample_index: int = 0
+    """Its row's place in the batch or stream."""
+    rollout_n: int = 0
+    """Its number among the trajectories of its row."""
+    validate: bool = False
+    """Whether it is of a validation."""
+
+
+class TrajectoryWorker(Protocol):
+    """Who runs trajectories, in this process (`AgentLoopWorker`) or elsewhere."""
+
+    async def run_trajectory(self, task: TrajectoryTask, sampling_params: SamplingParams) -> Trajectory:
+        """Run one trajectory and its reward. Failures are in what is returned; raises CancelledError if it is cancelled."""
+        ...
 
 
 class AgentLoopWorker:
@@ -82,7 +99,7 @@ class AgentLoopWorker:
         """Run one trajectory and its reward. Raises nothing but CancelledError from outside."""
         clock = TrajectoryClock(self._config.trajectory_timeout_s)
         context = self._context.for_trajectory(task.group_id, task.trajectory_id, clock.stopped)
-        where = f"trajectory {task.trajectory_id}, agent {task.agent.__name__}"
+        where = f"trajectory {task.trajectory_id}, agent {task.agent}"
         if task.seed is not None:
             sampling_params = msgspec.structs.replace(sampling_params, seed=task.seed)
         try:
@@ -155,7 +172,7 @@ async def _run_agent(
     task: TrajectoryTask, context: AgentLoopContext, sampling_params: SamplingParams
 ) -> list[AgentLoopOutput]:
     """Run the agent and check what it returns; fill in whose segments they are."""
-    result = await task.agent(context).run(sampling_params, **task.row)
+    result = await agent_loop_class(task.agent)(context).run(sampling_params, **task.row)
     outputs = result if isinstance(result, list) else [result]
     if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
         raise AgentLoopOutputError(
