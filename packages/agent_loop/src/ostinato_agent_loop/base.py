@@ -50,12 +50,21 @@ class AgentLoopContext:
         """Return the context of another trajectory."""
         return dataclasses.replace(self, group_id=group_id, trajectory_id=trajectory_id, waiting=waiting, sessions=[])
 
-    def open_session(self, row: Mapping[str, Any], tools: Sequence[dict] | None = None) -> ChatSession:
+    def open_session(
+        self,
+        row: Mapping[str, Any],
+        tools: Sequence[dict] | None = None,
+        *,
+        budget: SessionBudget | None = None,
+        call_id_prefix: str = "call_",
+    ) -> ChatSession:
         """Return a new conversation; use it as `async with`, or close it.
 
         Args:
             row: The dataset row that it belongs to.
             tools: Schemas of the tools that the model is shown; None or empty: it has none.
+            budget: How long it may get; None: as the context says.
+            call_id_prefix: What the ids of its calls begin with; see ChatSession.
         """
         number = len(self.sessions)
         request_id = None
@@ -65,12 +74,13 @@ class AgentLoopContext:
             client=self.client,
             tokens=self.tokens,
             config=self.config,
-            budget=self.budget,
+            budget=self.budget if budget is None else budget,
             parser=self.parser if tools else None,
             tools=tools,
             request_id=request_id,
             group=self.trajectory_id or None,
             waiting=self.waiting,
+            call_id_prefix=call_id_prefix,
         )
         self.sessions.append(session)
         return session

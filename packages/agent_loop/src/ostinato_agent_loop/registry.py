@@ -13,7 +13,7 @@ from ostinato_agent_loop.base import AgentLoopBase
 from ostinato_agent_loop.errors import AgentConfigError, UnknownAgentError
 
 _AGENTS: dict[str, type[AgentLoopBase]] = {}
-_OPTIONAL = {"gateway_agent": "ostinato_agent_loop.gateway"}
+_OPTIONAL = {"gateway_agent": "ostinato_agent_loop.gateway", "react_agent": "ostinato_agent_loop.langgraph_agent"}
 """Agents of this package that need an extra, with the module that registers them; imported when somebody asks for one."""
 
 AgentClass = TypeVar("AgentClass", bound=type[AgentLoopBase])

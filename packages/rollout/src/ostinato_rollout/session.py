@@ -53,6 +53,8 @@ class ChatSession:
         group: Sessions of one group belong together, as those of one trajectory do: where one is under way, the others
             need not wait for a place. None: it is alone.
         waiting: Entered while the conversation waits for a place: whoever keeps a clock may stop it.
+        call_id_prefix: What the ids of its calls begin with, but for those that the model writes itself. Conversations of
+            which one may hold what another one said need different ones.
 
     Raises:
         SessionInputError: The tokenizer has no single token for a stop token of the parser.
@@ -70,6 +72,7 @@ class ChatSession:
         request_id: str | None = None,
         group: str | None = None,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        call_id_prefix: str = "call_",
     ) -> None:
         self.request_id = request_id if request_id is not None else uuid.uuid4().hex
         self.config, self.budget = config, budget
@@ -81,7 +84,7 @@ class ChatSession:
         """Policy versions whose spans an engine reported as approximate."""
         self._client, self._tokens = client, tokens
         self._tools = list(tools) if tools else None
-        self._reader = TurnReader(tokens.tokenizer, parser, self._tools)
+        self._reader = TurnReader(tokens.tokenizer, parser, self._tools, call_id_prefix=call_id_prefix)
         self._ledger: TokenLedger | None = None
         self._finished: list[tuple[TokenLedger, int]] = []  # earlier segments, with the messages that each one holds
         self._finished_response = 0

@@ -19,13 +19,22 @@ class TurnReader:
         tokenizer: Decodes.
         parser: Reads calls; None takes the text as it is.
         tools: Schemas that the model is shown.
+        call_id_prefix: What the ids of its calls begin with.
 
     Raises:
         SessionInputError: The tokenizer has no single token for a stop token of the parser.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, parser: ToolParser | None, tools: Sequence[dict] | None) -> None:
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        parser: ToolParser | None,
+        tools: Sequence[dict] | None,
+        *,
+        call_id_prefix: str = "call_",
+    ) -> None:
         self._tokenizer, self._parser, self._tools = tokenizer, parser, tools
+        self._call_id_prefix = call_id_prefix
         self.stop_ids = self._resolve_stop_ids()
         """Ids that end a turn: the template's, and those that the parser names as text."""
 
@@ -59,7 +68,9 @@ class TurnReader:
         """Read a turn; `turn` makes the ids of its calls differ from those of other turns."""
         if self._parser is None:
             return ParsedTurn(content=text, reasoning=None, tool_calls=(), errors=())
-        return self._parser.parse(text, self._tools, id_prefix=f"call_{turn}_", in_reasoning=in_reasoning)
+        return self._parser.parse(
+            text, self._tools, id_prefix=f"{self._call_id_prefix}{turn}_", in_reasoning=in_reasoning
+        )
 
     def same_turn(self, said: str, shown: str) -> bool:
         """Tell whether two texts are the same turn, however it is written."""
