@@ -652,9 +652,11 @@ async def test_what_an_app_is_made_of_is_checked(openai_app):
     async with openai_app() as (_, app, _):
         for options in ({"model": ""}, {"model": "m", "api_key": ""}, {"model": "m", "api_key": "schl\u00fcssel"}):
             with pytest.raises(SessionInputError):
-                OpenAIApp(app._pool, app._tokens, **options)
+                OpenAIApp(app._replicas, app._tokens, **options)
         with pytest.raises(SessionInputError, match="choose the format that the model was trained with"):
-            OpenAIApp(app._pool, app._tokens, model="m", parser=get_parser("gpt_oss"))
+            OpenAIApp(app._replicas, app._tokens, model="m", parser=get_parser("gpt_oss"))
+        with pytest.raises(SessionInputError, match="pool or client"):
+            OpenAIApp(None, app._tokens, model="m")
     with pytest.raises(SessionInputError, match="max_messages"):
         AppLimits(max_messages=0)
 

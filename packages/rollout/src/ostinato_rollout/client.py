@@ -86,6 +86,11 @@ class LLMServerClient:
         register(self)
 
     @property
+    def servers(self) -> tuple[AsyncServerBase, ...]:
+        """Replicas in service."""
+        return tuple(self._placement.servers.values())
+
+    @property
     def num_in_flight(self) -> dict[int, int]:
         """Generations under way by replica id; replicas in service only."""
         return dict(self._placement.in_flight)

@@ -8,8 +8,8 @@ Behind the extra `serve`.
 from ostinato_engines import MissingDependencyError
 
 try:
-    from ostinato_rollout.openai_app.app import OpenAIApp
-    from ostinato_rollout.openai_app.serving import serving
+    from ostinato_rollout.openai_app.app import OpenAIApp, OpenChat, Watch
+    from ostinato_rollout.openai_app.serving import Served, serving
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] not in ("starlette", "uvicorn"):
         raise
@@ -20,13 +20,18 @@ except ModuleNotFoundError as error:
 from ostinato_rollout.openai_app.conversations import SessionStore
 from ostinato_rollout.openai_app.errors import ApiError, ServeError, UnknownSessionError
 from ostinato_rollout.openai_app.limits import AppLimits
+from ostinato_rollout.openai_app.request import ChatRequest
 
 __all__ = [
     "ApiError",
     "AppLimits",
+    "ChatRequest",
     "OpenAIApp",
+    "OpenChat",
     "ServeError",
+    "Served",
     "SessionStore",
     "UnknownSessionError",
+    "Watch",
     "serving",
 ]

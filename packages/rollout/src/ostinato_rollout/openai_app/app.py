@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from functools import partial
 
 from starlette.applications import Starlette
@@ -43,6 +43,11 @@ from ostinato_tools import ToolParser
 
 logger = logging.getLogger(__name__)
 
+OpenChat = Callable[[str | None, Sequence[dict]], ChatSession]
+"""Makes a ChatSession of a session (None: of none) that shows the model these tools."""
+Watch = Callable[[ChatRequest], AbstractContextManager[ChatRequest]]
+"""Goes around the answer to a request."""
+
 _SESSION_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
 _HEALTH_TIMEOUT_S = 5.0
 _SWEEPS_PER_TIMEOUT = 10
@@ -52,7 +57,7 @@ class OpenAIApp:
     """OpenAI's chat API over the replicas of a policy.
 
     Args:
-        pool: The replicas; started and shut down by whoever made them.
+        pool: The replicas; started and shut down by whoever made them. None: those of `client`.
         tokens: How messages become token ids.
         model: The name that clients ask for.
         parser: Reads calls from what was sampled; without one, requests with tools are refused.
@@ -61,15 +66,20 @@ class OpenAIApp:
         limits: How much of everything is taken.
         client: Where generations come from. By default a client of `pool` without admission: a conversation that nobody
             continues would keep its place, and engines queue by themselves.
+        only_session: The session that every request belongs to; others are refused. None: the one that it names.
+        any_model: Take requests for models of any name.
+        open_chat: Makes the ChatSession of a conversation that shows the model these tools, in place of the app.
+        watch: Entered around the answer to each request, with what is asked; gives what is answered in its place, may refuse
+            it with an ApiError, and sees how answering fails.
 
     Raises:
-        SessionInputError: The model or the key is empty, the key is no ASCII, or the tokenizer has no token for what ends
-            a turn in the parser's format.
+        SessionInputError: The model or the key is empty, the key is no ASCII, there is neither pool nor client, or the
+            tokenizer has no token for what ends a turn in the parser's format.
     """
 
     def __init__(
         self,
-        pool: ServerPool,
+        pool: ServerPool | None,
         tokens: ContinuousTokens,
         *,
         model: str,
@@ -78,6 +88,10 @@ class OpenAIApp:
         api_key: str | None = None,
         limits: AppLimits | None = None,
         client: LLMServerClient | None = None,
+        only_session: str | None = None,
+        any_model: bool = False,
+        open_chat: OpenChat | None = None,
+        watch: Watch = nullcontext,
     ) -> None:
         if not model:
             raise SessionInputError("model must be a name, got ''; give the one that clients will send")
@@ -87,15 +101,20 @@ class OpenAIApp:
             )
         TurnReader(tokens.tokenizer, parser, None)  # each conversation makes one; what it would refuse is refused now
         self.model, self.limits = model, limits or AppLimits()
-        self._pool, self._tokens, self._parser = pool, tokens, parser
-        self._client = client or pool.client(admission=AdmissionConfig(enable=False))
+        if client is None:
+            if pool is None:
+                raise SessionInputError("pool or client must be given, got neither; pass where generations come from")
+            client = pool.client(admission=AdmissionConfig(enable=False))
+        self._replicas: ServerPool | LLMServerClient = pool or client
+        self._client, self._tokens, self._parser = client, tokens, parser
+        self._only_session, self._any_model, self._watch = only_session, any_model, watch
         self._config = config or SessionConfig()
         self._key = None if api_key is None else api_key.encode()
         self._created = int(time.time())
         self._sweeping: asyncio.Task[None] | None = None
         self._num_in_flight = 0
         self._is_closed = False
-        self.sessions = SessionStore(self._open_chat, self.limits)
+        self.sessions = SessionStore(open_chat or self._open_chat, self.limits)
         """Conversations; `take` gives those of a session to whoever trains on them."""
         self._asgi = self._routes()
 
@@ -190,7 +209,7 @@ class OpenAIApp:
             )
 
     async def _chat(self, request: Request) -> Response:
-        session = _session_name(request)
+        session = self._session(request)
         body = await read_body(request, self.limits)
         chat = parse_request(body, self.limits, vocab_size=self._tokens.tokenizer.vocab_size)
         self._check_served(chat)
@@ -202,8 +221,20 @@ class OpenAIApp:
             limits=self.limits,
         )
 
+    def _session(self, request: Request) -> str | None:
+        name = _session_name(request)
+        if self._only_session is None:
+            return name
+        if name not in (None, self._only_session):
+            raise ApiError(
+                f"the session must be left out here, got {name!r}; every request belongs to the same one",
+                status=404,
+                code="session_not_found",
+            )
+        return self._only_session
+
     def _check_served(self, chat: ChatRequest) -> None:
-        if chat.model is not None and chat.model != self.model:
+        if not self._any_model and chat.model is not None and chat.model != self.model:
             raise _no_model(chat.model, self.model)
         if chat.tools and self._parser is None:
             raise ApiError(
@@ -221,10 +252,11 @@ class OpenAIApp:
             )
         self._num_in_flight += chat.n
         try:
-            logprobs_known = all(server.capabilities().logprobs for server in self._pool.servers)
-            return await answer_request(
-                chat, self.sessions, session=session, model=self.model, logprobs_known=logprobs_known
-            )
+            logprobs_known = all(server.capabilities().logprobs for server in self._replicas.servers)
+            with self._watch(chat) as watched:
+                return await answer_request(
+                    watched, self.sessions, session=session, model=self.model, logprobs_known=logprobs_known
+                )
         except asyncio.CancelledError:
             if self._is_closed:
                 raise _shutting_down() from None
@@ -233,9 +265,9 @@ class OpenAIApp:
             self._num_in_flight -= chat.n
 
     def _open_chat(self, session: str | None, tools: Sequence[dict]) -> ChatSession:
-        if not self._pool.servers:
+        if not self._replicas.servers:
             raise NoReplicaError("at least one replica must be in service, got none; restart the server")
-        length = min(server.max_model_len for server in self._pool.servers)
+        length = min(server.max_model_len for server in self._replicas.servers)
         return ChatSession(
             client=self._client,
             tokens=self._tokens,
@@ -247,7 +279,7 @@ class OpenAIApp:
         )
 
     async def _end_session(self, request: Request) -> Response:
-        name = _session_name(request)
+        name = self._session(request)
         assert name is not None  # the route has it
         try:
             chats = await self.sessions.take(name)
@@ -272,7 +304,7 @@ class OpenAIApp:
         return json_response(self._model())
 
     def _model(self) -> dict:
-        length = min((server.max_model_len for server in self._pool.servers), default=UNKNOWN_MAX_MODEL_LEN)
+        length = min((server.max_model_len for server in self._replicas.servers), default=UNKNOWN_MAX_MODEL_LEN)
         return {
             "id": self.model,
             "object": "model",
@@ -283,7 +315,7 @@ class OpenAIApp:
 
     async def _health(self, _request: Request) -> Response:
         """Tell how the replicas are; needs no key, and changes nothing in the pool."""
-        states = await asyncio.gather(*map(_health_of, self._pool.servers))
+        states = await asyncio.gather(*map(_health_of, self._replicas.servers))
         ready = any(state.ready for state in states)
         store = self.sessions
         report = {

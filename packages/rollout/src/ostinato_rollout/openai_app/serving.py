@@ -11,14 +11,16 @@ import ipaddress
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import Protocol
 
 import h11
 import uvicorn
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ostinato_rollout.openai_app.app import OpenAIApp
 from ostinato_rollout.openai_app.delivery import error_response
 from ostinato_rollout.openai_app.errors import ApiError, ServeError
+from ostinato_rollout.openai_app.limits import AppLimits
 
 _BACKLOG = 2048
 _MAX_BYTES_AHEAD = 1 << 16
@@ -28,8 +30,31 @@ _GRACE_S = 5
 """Seconds that connections get to take their last bytes."""
 
 
+class Served(Protocol):
+    """An ASGI application that can be put on a socket: an OpenAIApp, or something in front of several."""
+
+    limits: AppLimits
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether nobody gets an answer without a key."""
+        ...
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        ...
+
+    async def start(self) -> None:
+        """Begin."""
+        ...
+
+    async def close(self) -> None:
+        """End what is under way."""
+        ...
+
+
 @asynccontextmanager
-async def serving(app: OpenAIApp, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+async def serving(app: Served, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
     """Serve `app` while the context lasts; gives the URL that clients take as base (without `/v1`).
 
     At its end what is under way is cancelled, and sessions are closed.
@@ -62,7 +87,7 @@ async def serving(app: OpenAIApp, *, host: str = "127.0.0.1", port: int = 0) -> 
 class _Server(uvicorn.Server):
     """Uvicorn's server, ended by its context and not by signals, which belong to the program."""
 
-    def __init__(self, app: OpenAIApp) -> None:
+    def __init__(self, app: Served) -> None:
         protocol = type("_AppProtocol", (_WatchedProtocol,), {"patience_s": app.limits.idle_connection_s})
         options = {
             "h11_max_incomplete_event_size": _MAX_HEAD_BYTES,
@@ -138,7 +163,7 @@ class _WatchedProtocol(H11Protocol):
         self._watch = self.loop.call_later(self.patience_s, self._look)
 
 
-def _bound(app: OpenAIApp, host: str, port: int) -> socket.socket:
+def _bound(app: Served, host: str, port: int) -> socket.socket:
     """Bind, and refuse what must not be reached from outside."""
     try:
         if not 0 <= port <= 0xFFFF:
