@@ -380,7 +380,7 @@ async def test_a_replica_that_has_failed_for_good_is_taken_out_and_its_turns_beg
 
 async def test_a_replica_that_does_not_tell_its_health_counts_as_lost(stub_server, monkeypatch):
     """After a failure, a health check that raises, or that does not answer in time, takes the replica out."""
-    monkeypatch.setattr("ostinato_rollout.client._HEALTH_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("ostinato_rollout.replica_calls._HEALTH_TIMEOUT_S", 0.02)
     servers = [stub_server() for _ in range(3)]
 
     async def broken():

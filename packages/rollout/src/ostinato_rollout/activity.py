@@ -117,6 +117,30 @@ class OperationActivity(msgspec.Struct, frozen=True, kw_only=True):
         return f"replica {self.replica} has to {self.what} for {self.since_s:.1f} s"
 
 
+class ReplicaLife(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica, as its pool sees it."""
+
+    replica: int
+    """Its index in the pool."""
+    state: str
+    """As in `replica 0 is serving`."""
+    since_s: float
+    """Seconds since that began."""
+    cause: str
+    """What brought it about; empty: nothing has happened yet."""
+    num_restarts: int
+    """Restarts so far."""
+    next_restart_in_s: float | None
+    """Seconds until the next one; None: none is planned."""
+
+    def text(self) -> str:
+        """Return it as a line."""
+        restarts = f", {self.num_restarts} restarts so far" if self.num_restarts else ""
+        planned = "" if self.next_restart_in_s is None else f", the next one in {self.next_restart_in_s:.1f} s"
+        cause = f" ({self.cause})" if self.cause else ""
+        return f"replica {self.replica} is {self.state} for {self.since_s:.1f} s{restarts}{planned}{cause}"
+
+
 class PoolActivity(msgspec.Struct, frozen=True, kw_only=True):
     """One pool."""
 
@@ -124,6 +148,8 @@ class PoolActivity(msgspec.Struct, frozen=True, kw_only=True):
     """Replicas, by index."""
     lost: dict[int, str]
     """Those taken out, and why."""
+    replicas: list[ReplicaLife] = []
+    """All of them."""
     operations: list[OperationActivity]
     """What replicas have not answered yet."""
     last_answer: str
@@ -132,8 +158,8 @@ class PoolActivity(msgspec.Struct, frozen=True, kw_only=True):
     def text(self) -> str:
         """Return it as lines."""
         done = f", last answer: {self.last_answer}" if self.last_answer else ""
-        lost = "".join(f"\n  replica {replica} is lost: {why}" for replica, why in self.lost.items())
-        return _lines(f"pool: replicas {self.in_service} in service{done}{lost}", self.operations)
+        head = _lines(f"pool: replicas {self.in_service} in service{done}", self.replicas)
+        return "\n".join([head, *(f"  {operation.text()}" for operation in self.operations[:_MAX_LINES])])
 
 
 class SessionActivity(msgspec.Struct, frozen=True, kw_only=True):

@@ -85,6 +85,8 @@ class Admission:
         """By replica id; replicas in service only."""
         self.is_limited = False
         """Whether anybody can have to wait."""
+        self.is_held = False
+        """Whether everybody waits, whatever replicas have room for."""
         self.last_admission = time.monotonic()
         """When a place was given last."""
         self._place = place
@@ -135,6 +137,8 @@ class Admission:
 
     def must_wait(self, conversation: Conversation) -> bool:
         """Tell whether a new conversation has to queue."""
+        if self.is_held:
+            return True
         if not self.is_limited or conversation.group in self._groups:
             return False
         return bool(self._queue) or not self.with_room(conversation)
@@ -167,21 +171,36 @@ class Admission:
                 self._leave_queue(waiter)
                 return
 
+    def hold(self) -> None:
+        """Give no places until `proceed`."""
+        self.is_held = True
+
+    def proceed(self) -> None:
+        """Give places again, those whose group has one already first: they never wait for room."""
+        self.is_held = False
+        for key in [key for key in self._queue if key[0] in self._groups]:
+            self._place_party(key)
+        self.admit_waiting()
+
     def admit_waiting(self) -> None:
         """Place those at the head of the queue that fit."""
-        while self._queue:
+        while self._queue and not self.is_held:
             key, party = next(iter(self._queue.items()))
             waiting = [waiter for waiter in party if not waiter.placed.done()]
             if waiting and self.is_limited and not self.with_room(waiting[0].conversation):
                 return
-            del self._queue[key]
-            for waiter in waiting:
-                try:
-                    self._place(waiter.conversation)
-                    waiter.placed.set_result(None)
-                # What a policy of the user's own raises belongs to the one who waits.
-                except Exception as error:
-                    waiter.placed.set_exception(error)
+            self._place_party(key)
+
+    def _place_party(self, key: tuple[str | None, str]) -> None:
+        for waiter in self._queue.pop(key):
+            if waiter.placed.done():
+                continue
+            try:
+                self._place(waiter.conversation)
+                waiter.placed.set_result(None)
+            # What a policy of the user's own raises belongs to the one who waits.
+            except Exception as error:
+                waiter.placed.set_exception(error)
 
     def settle(self, conversation: Conversation, replica: int) -> None:
         """Enter a conversation into a replica's account, and take it out of its last one's."""

@@ -11,15 +11,18 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from ostinato_engines import AsyncServerBase, EngineState, SamplingParams, StopReason, TokenOutput
+from ostinato_engines import AsyncServerBase, EngineNotReadyError, SamplingParams, StopReason, TokenOutput
 from ostinato_rollout.activity import ClientActivity
+from ostinato_rollout.attempts import Attempts
 from ostinato_rollout.config import AdmissionConfig
 from ostinato_rollout.contract import checked_output
 from ostinato_rollout.conversation import Conversation, Stage, num_cancellations
 from ostinato_rollout.decision_log import DecisionLog
 from ostinato_rollout.diagnostics import ago, log_dump, register
 from ostinato_rollout.errors import NoReplicaError, ReplicaError, RequestTimeoutError, RolloutError, SessionInputError
+from ostinato_rollout.gate import Gate
 from ostinato_rollout.placement import Placement
+from ostinato_rollout.replica_calls import free_at, is_gone
 from ostinato_rollout.resumption import PartialGeneration
 from ostinato_rollout.routing import ReplicaPolicy, StickyLeastInFlight
 
@@ -28,8 +31,6 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.5
 _RELEASE_TIMEOUT_S = 60.0
 _MAX_NAMED = 4
-_HEALTH_TIMEOUT_S = 30.0
-_GONE = (EngineState.FAILED, EngineState.CLOSED)
 
 
 class LLMServerClient:
@@ -80,6 +81,7 @@ class LLMServerClient:
             num_clients=num_clients,
         )
         self._conversations = self._placement.conversations
+        self._gate, self._attempts = Gate(), Attempts()
         self._ending: set[asyncio.Task[None]] = set()  # of conversations whose release was cancelled
         for server in servers:
             self.add_server(server)
@@ -114,9 +116,46 @@ class LLMServerClient:
         """Put a replica into service; return its id, which is never used again."""
         return self._placement.add(server)
 
-    def remove_server(self, server: AsyncServerBase, *, reason: str = "was removed") -> None:
-        """Take a replica out of service; its conversations move at their next turn. Unknown servers are no error."""
+    def remove_server(
+        self, server: AsyncServerBase, *, reason: str = "was removed", take_back: bool = False
+    ) -> None:
+        """Take a replica out of service; its conversations move at their next turn. Unknown servers are no error.
+
+        Args:
+            server: The replica.
+            reason: Completes `replica 0 ...` in errors.
+            take_back: What is inside of it begins again elsewhere; else it may end there.
+        """
         self._placement.remove(server, reason)
+        if take_back:
+            self._attempts.take_back(server)
+
+    def take_back(self, server: AsyncServerBase) -> int:
+        """Cancel the generations inside of a replica, which begin again, there or elsewhere; return how many those are."""
+        return self._attempts.take_back(server)
+
+    async def left(self, server: AsyncServerBase) -> None:
+        """Wait until no generation is inside of a replica; the deadline is the caller's."""
+        await self._attempts.left(server)
+
+    def hold(self, reason: str) -> None:
+        """Let turns and new conversations wait, each within its own deadline, until `proceed`.
+
+        Args:
+            reason: Completes `it waits, since ...` in errors.
+        """
+        self._gate.close(reason)
+        self._placement.admission.hold()
+
+    def proceed(self, why_none: str = "") -> None:
+        """Let those go on who wait since `hold`.
+
+        Args:
+            why_none: What is told to those who find no replica in service; empty: what became of the last one.
+        """
+        self._placement.why_none = why_none
+        self._gate.open()
+        self._placement.admission.proceed()
 
     def refresh_capacities(self) -> None:
         """Ask replicas again how much they hold; the pool does so when they have started."""
@@ -231,9 +270,10 @@ class LLMServerClient:
                 raise
             if conversation.is_released:
                 raise conversation.released() from error
+            held = f" ({self._gate.reason})" if conversation.stage is Stage.HELD else ""
             raise self._overdue(
                 f"generate must finish within {self._timeout_s:g} s, got none for request {request_id!r};"
-                f" it {conversation.stage} on replica {conversation.replica} since {ago(conversation.since)},"
+                f" it {conversation.stage}{held} on replica {conversation.replica} since {ago(conversation.since)},"
                 f" began {ago(began)}, last progress: {conversation.num_partial} tokens after"
                 f" {conversation.num_aborts} aborted attempts; look at that replica's health"
             ) from error
@@ -277,13 +317,18 @@ class LLMServerClient:
     ) -> TokenOutput | None:
         """Call one replica, counted. None: the replica failed for good or was taken out of service; try another."""
         placement = self._placement
+        if not self._gate.is_open:
+            await self._pass(conversation)
         replica = placement.enter(conversation)
         server = placement.servers[replica]
+        attempt = None
         try:
-            raw = await server.generate(prompt, params, conversation.request_id, media)
+            with self._attempts.at(server) as attempt:
+                async with attempt:
+                    raw = await server.generate(prompt, params, conversation.request_id, media)
         except Exception as error:
             conversation.check_goes_on()
-            if await self._is_lost(replica, server, error):
+            if self._begins_again(attempt, error) or await self._is_lost(replica, server, error):
                 conversation.check_goes_on()
                 return None
             if isinstance(error, RolloutError):
@@ -306,15 +351,27 @@ class LLMServerClient:
         conversation.check_goes_on()
         return checked_output(raw, params, replica)
 
+    async def _pass(self, conversation: Conversation) -> None:
+        """Wait before the gate, in the turn's deadline."""
+        conversation.enter(Stage.HELD)
+        await self._gate.passed()
+        conversation.check_goes_on()
+        conversation.enter(Stage.GENERATING)
+
+    def _begins_again(self, attempt: asyncio.Timeout | None, error: Exception) -> bool:
+        """Tell whether an attempt failed because it was taken back, or because its replica is just given new weights."""
+        taken_back = attempt is not None and attempt.expired()
+        return taken_back or (isinstance(error, EngineNotReadyError) and not self._gate.is_open)
+
     async def _is_lost(self, replica: int, server: AsyncServerBase, error: Exception) -> bool:
         """Tell whether a replica that failed to generate is out of service; take it out if it has failed for good."""
         if replica in self._placement.servers:
-            if not await _is_gone(replica, server):
+            if not await is_gone(replica, server):
                 return False
             if replica in self._placement.servers:
-                self.remove_server(server, reason=f"failed: {type(error).__name__}: {error}")
                 if self._on_lost is not None:
                     self._on_lost(server, error)
+                self.remove_server(server, reason=f"failed: {type(error).__name__}: {error}")
         logger.warning("replica %d failed and is out of service: %s: %s", replica, type(error).__name__, error)
         return True
 
@@ -368,39 +425,13 @@ class LLMServerClient:
         servers = self._placement.servers
         if len(conversation.visited) == 1:
             (replica,) = conversation.visited
-            await _free_at(replica, servers[replica], conversation)
+            await free_at(replica, servers[replica], conversation)
         elif conversation.visited:
             await asyncio.gather(
-                *(_free_at(replica, servers[replica], conversation) for replica in conversation.visited)
+                *(free_at(replica, servers[replica], conversation) for replica in conversation.visited)
             )
 
     def _overdue(self, message: str) -> RequestTimeoutError:
         """Build the error of a wait that has passed its deadline, and log what everybody is doing."""
         log_dump(message)
         return RequestTimeoutError(message)
-
-
-async def _is_gone(replica: int, server: AsyncServerBase) -> bool:
-    """Tell whether a replica has failed for good; one that does not tell its health has."""
-    try:
-        async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-            return (await server.health()).state in _GONE
-    # Whatever a replica does instead of telling its health, it is not there.
-    except (Exception, asyncio.CancelledError) as silence:
-        if isinstance(silence, asyncio.CancelledError) and num_cancellations():
-            raise
-        logger.warning("replica %d does not tell its health: %s: %s", replica, type(silence).__name__, silence)
-        return True
-
-
-async def _free_at(replica: int, server: AsyncServerBase, conversation: Conversation) -> None:
-    """Tell one replica that a conversation is over; what goes wrong there is logged."""
-    request_id = conversation.request_id
-    try:
-        await server.release(request_id)
-    except (Exception, asyncio.CancelledError) as error:
-        if isinstance(error, asyncio.CancelledError) and num_cancellations():
-            raise
-        why = f"{type(error).__name__}: {error}"
-        logger.warning("replica %s failed to release request %s: %s", replica, request_id, why)
-    conversation.visited.discard(replica)

@@ -19,6 +19,7 @@ class Stage(StrEnum):
     WAITING = "waits for a place"
     GENERATING = "generates"
     PAUSED = "was aborted and waits to go on"
+    HELD = "waits until replicas go on"
     BETWEEN_TURNS = "is between turns"
     RELEASING = "is being released"
 

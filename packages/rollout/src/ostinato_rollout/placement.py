@@ -51,6 +51,8 @@ class Placement:
         self.admission = Admission(admission, self.place, num_clients=num_clients)
         self._log = decision_log
         self._next_id = 0
+        self.why_none = ""
+        """What became of all replicas, as far as somebody has said it."""
         self._last_lost = ""
         if decision_log is not None:
             decision_log.begin(policy)
@@ -80,7 +82,9 @@ class Placement:
 
     def no_replica(self, request_id: str) -> NoReplicaError:
         """Build the error for a turn that nobody can serve."""
-        lost = f" (the last one, {self._last_lost})" if self._last_lost else ""
+        last = f"the last one, {self._last_lost}" if self._last_lost else ""
+        why = self.why_none or last
+        lost = f" ({why})" if why else ""
         return NoReplicaError(
             f"at least one replica must be in service for request {request_id!r}, got none{lost}; restart one"
         )
@@ -91,10 +95,10 @@ class Placement:
         """Make the entry of a new conversation, without a place yet.
 
         Raises:
-            NoReplicaError: None is in service.
+            NoReplicaError: None is in service, nor expected to be.
             SessionStateError: More conversations than can be are open.
         """
-        if not self.servers:
+        if not self.servers and not self.admission.is_held:
             raise self.no_replica(request_id)
         if len(self.conversations) >= _MAX_CONVERSATIONS:
             raise SessionStateError(
