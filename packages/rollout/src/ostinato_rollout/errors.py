@@ -45,3 +45,7 @@ class ReplicaError(RolloutError, RuntimeError):
         super().__init__(message)
         self.replica = replica
         """Id of the replica in the client's or pool's numbering."""
+
+
+class TracingUnavailableError(RolloutError, ImportError):
+    """The backend that spans should go to is not installed."""

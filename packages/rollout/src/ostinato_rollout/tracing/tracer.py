@@ -1,0 +1,250 @@
+"""`Tracer`: takes spans from an event loop and has them written by a thread of its own.
+
+Invariants: nothing here waits for the backend but `flush` and `close`, and they only until a deadline; every span that was offered is
+counted once, as written or as dropped, when the tracer is closed; whatever the backend raises stays in its thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from typing import Final, Protocol
+
+import msgspec
+
+from ostinato_rollout.tracing.span import Span, SpanKind, SpanSink, TrajectoryLabels
+from ostinato_rollout.tracing.span_queue import SpanQueue
+from ostinato_rollout.tracing.trajectory_trace import TrajectoryTrace
+from ostinato_rollout.tracing.values import storable, storable_text
+
+logger = logging.getLogger(__name__)
+
+MAX_SHARE: Final = 0.1
+"""Most of one processor's time that writing takes from the run, seen over a while: Python runs one thread at a time."""
+
+_BATCH: Final = 32
+_MAX_ATTEMPTS: Final = 3
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0
+_JOIN_S: Final = 0.1
+
+
+class Decoder(Protocol):
+    """What the tracer needs of a tokenizer; called on the tracer's thread."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of token ids."""
+        ...
+
+
+class TracerStats(msgspec.Struct, frozen=True):
+    """What became of the spans so far."""
+
+    written: int = 0
+    """Spans that the backend took."""
+    dropped: int = 0
+    """Spans that it did not get or did not take."""
+    waiting: int = 0
+    """Spans that wait, or are being written."""
+
+
+class Tracer:
+    """Records what trajectories do. Close it at the end of the run: `close`, or `async with`.
+
+    Args:
+        sink: Where spans go; the tracer owns it from now on.
+        experiment_name: What every span names as its experiment.
+        decoder: Decodes token ids; None: ids only.
+        max_samples_per_step: Only rows with a smaller `sample_index` are recorded; None: all.
+        max_queued_spans: Spans that wait to be written; further ones are dropped.
+        shutdown_timeout_s: How long `close` waits if it is not told.
+    """
+
+    def __init__(
+        self,
+        sink: SpanSink,
+        *,
+        experiment_name: str = "",
+        decoder: Decoder | None = None,
+        max_samples_per_step: int | None = None,
+        max_queued_spans: int = 4096,
+        shutdown_timeout_s: float = 10.0,
+    ) -> None:
+        self.experiment_name = experiment_name
+        self._sink, self._decoder = sink, decoder
+        self._max_samples_per_step = max_samples_per_step
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._queue = SpanQueue(max_queued_spans)
+        self._counting = threading.Condition()
+        self._offered = self._written = self._dropped = 0
+        self._warned_full = self._warned_broken = self._is_closed = False
+        self._closing, self._abandoned = threading.Event(), threading.Event()
+        self._epoch_ns = time.time_ns() - time.perf_counter_ns()
+        self._thread = threading.Thread(target=self._run, name="ostinato-tracer", daemon=True)
+        self._thread.start()
+
+    async def __aenter__(self) -> Tracer:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+    def trajectory(self, labels: TrajectoryLabels) -> TrajectoryTrace | None:
+        """Begin to record a trajectory; None: its row is not among those that are recorded, or the tracer is closed."""
+        limit = self._max_samples_per_step
+        if (limit is not None and labels.sample_index >= limit) or self._closing.is_set():
+            return None
+        return TrajectoryTrace(self, labels)
+
+    def now_ns(self) -> int:
+        """Nanoseconds since 1970, on a clock that nobody adjusts."""
+        return self._epoch_ns + time.perf_counter_ns()
+
+    def put(self, span: Span, *, size: int = 0) -> bool:
+        """Take a span of so many tokens and characters, without waiting; False: it was dropped."""
+        taken = self._queue.put(span, size)
+        with self._counting:
+            self._offered += 1
+            self._dropped += not taken
+        if not taken and not self._warned_full and not self._closing.is_set():
+            self._warned_full = True
+            logger.warning(
+                "the tracer drops spans, since its backend does not keep up; lower max_samples_per_step_per_worker, or look at"
+                " the backend"
+            )
+        return taken
+
+    @property
+    def stats(self) -> TracerStats:
+        """What became of the spans so far."""
+        with self._counting:
+            return TracerStats(self._written, self._dropped, self._offered - self._written - self._dropped)
+
+    def metrics(self) -> dict[str, float]:
+        """The counts since the tracer began, under their metric names."""
+        stats = self.stats
+        return {"trace/written_spans": float(stats.written), "trace/dropped_spans": float(stats.dropped)}
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all spans so far are written or dropped; False: the time did not suffice."""
+        with self._counting:
+            return self._counting.wait_for(lambda: self._offered == self._written + self._dropped, timeout_s)
+
+    async def aclose(self, timeout_s: float | None = None) -> TracerStats:
+        """`close`, without holding the event loop up; if it is cancelled, what waits is dropped."""
+        try:
+            return await asyncio.to_thread(self.close, timeout_s)
+        except asyncio.CancelledError:
+            self._abandoned.set()
+            raise
+
+    def close(self, timeout_s: float | None = None) -> TracerStats:
+        """Write what waits, up to a deadline, and end. Says in the log what was dropped. Closing again changes nothing.
+
+        Args:
+            timeout_s: The deadline; None: `shutdown_timeout_s`.
+
+        Returns:
+            The final counts; nothing waits any more.
+        """
+        self._closing.set()
+        self._queue.close()
+        deadline = time.monotonic() + (self._shutdown_timeout_s if timeout_s is None else timeout_s)
+        while self._thread.is_alive() and not self._abandoned.is_set() and time.monotonic() < deadline:
+            self._thread.join(min(_JOIN_S, max(0.0, deadline - time.monotonic())))
+        self._abandoned.set()
+        with self._counting:
+            was_closed, self._is_closed = self._is_closed, True
+            self._dropped = self._offered - self._written
+            self._counting.notify_all()
+        stats = self.stats
+        if stats.dropped and not was_closed:
+            logger.warning("the tracer dropped %d of %d spans", stats.dropped, stats.dropped + stats.written)
+        return stats
+
+    def _run(self) -> None:
+        """The thread: batches of spans into the sink, until the tracer is closed and nothing waits."""
+        is_open = False
+        while not self._abandoned.is_set():
+            spans = self._queue.take(_BATCH)
+            if not spans:
+                break
+            began = time.thread_time()
+            is_open = self._deliver([ready for ready in map(self._prepared, spans) if ready is not None], is_open)
+            self._rest((time.thread_time() - began) * (1 / MAX_SHARE - 1))
+        if is_open:
+            try:
+                self._sink.close()
+            except Exception:  # the backend's; there is nobody else to tell
+                logger.exception("the tracer's backend failed while closing")
+
+    def _deliver(self, spans: list[Span], is_open: bool) -> bool:
+        """Hand spans to the sink, again after failures; count them. Returns whether the sink is open."""
+        pause_s = _FIRST_PAUSE_S
+        for attempt in range(1, _MAX_ATTEMPTS + 1):
+            try:
+                if not is_open:
+                    self._sink.open()
+                    is_open = True
+                self._sink.write(spans)
+            except Exception as error:  # the backend's; the run goes on without these spans
+                if not self._warned_broken:
+                    self._warned_broken = True
+                    logger.warning("the tracer's backend failed: %s: %s", type(error).__name__, error, exc_info=error)
+                if attempt < _MAX_ATTEMPTS and not self._abandoned.is_set():
+                    self._rest(pause_s)
+                    pause_s = min(10 * pause_s, _LONGEST_PAUSE_S)
+            else:
+                self._count(written=len(spans))
+                return True
+        self._count(dropped=len(spans))
+        self._rest(pause_s)
+        return is_open
+
+    def _count(self, *, written: int = 0, dropped: int = 0) -> None:
+        with self._counting:
+            if not self._abandoned.is_set():  # else they are counted already
+                self._written += written
+                self._dropped += dropped
+                self._counting.notify_all()
+
+    def _rest(self, seconds: float) -> None:
+        """Sleep, unless the tracer is closed: then there is no time to lose and no run to slow down."""
+        self._closing.wait(min(seconds, _LONGEST_PAUSE_S))
+
+    def _prepared(self, span: Span) -> Span | None:
+        """Return the span with its texts, as JSON can hold it; None: that failed."""
+        try:
+            return self._storable(span)
+        except Exception:  # a value of a foreign class, of which more can go wrong than is foreseen
+            logger.exception("the span %r of trajectory %s cannot be recorded", span.name, span.labels.trajectory_id)
+            self._count(dropped=1)
+            return None
+
+    def _storable(self, span: Span) -> Span:
+        inputs, outputs = storable(span.inputs), storable(span.outputs)
+        if self._decoder is not None and span.kind is SpanKind.GENERATION:
+            inputs["prompt_text"] = self._text(inputs.get("prompt_ids"))
+            outputs["response_text"] = self._text(outputs.get("token_ids"))
+        error = span.error
+        if error is not None:
+            error = msgspec.structs.replace(error, message=storable_text(error.message))
+        return msgspec.structs.replace(
+            span,
+            name=storable_text(span.name),
+            experiment_name=storable_text(span.experiment_name),
+            labels=msgspec.convert(storable(span.labels), TrajectoryLabels),
+            inputs=inputs,
+            outputs=outputs,
+            attributes=storable(span.attributes),
+            error=error,
+        )
+
+    def _text(self, token_ids: list[int] | None) -> str | None:
+        if not token_ids or self._decoder is None:
+            return None
+        try:
+            return storable_text(self._decoder.decode(token_ids))
+        except Exception as error:  # ids that the tokenizer does not know
+            return storable_text(f"<cannot be decoded: {type(error).__name__}: {error}>")
