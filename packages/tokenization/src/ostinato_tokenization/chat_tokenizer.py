@@ -17,6 +17,7 @@ import msgspec
 import tokenizers
 
 from ostinato_tokenization.control_text import ControlText, MaskTable
+from ostinato_tokenization.decoding import Decoder
 from ostinato_tokenization.errors import MessageError, VocabularyError
 from ostinato_tokenization.messages import Message, check_unicode, normalize_messages, normalize_tools
 from ostinato_tokenization.plain_text import (
@@ -24,7 +25,6 @@ from ostinato_tokenization.plain_text import (
     EncodePlain,
     PlainEncoder,
     control_tokens,
-    list_of_ids,
     marks_start,
 )
 from ostinato_tokenization.rendering import (
@@ -76,6 +76,7 @@ class ChatTokenizer:
         known = max((token.id + 1 for token in self._control_tokens), default=0)
         self.vocab_size: int = max(tokenizer.get_vocab_size(with_added_tokens=True), known)
         """One more than the largest id."""
+        self._decoder = Decoder(tokenizer, self.vocab_size)
         self._profiles: dict[bytes, TemplateProfile] = {}
         normalizer = tokenizer.normalizer
         after_normalization = normalizer is not None and any(token.normalized for token in self._control_tokens)
@@ -348,8 +349,7 @@ class ChatTokenizer:
         Raises:
             VocabularyError: An id is not in the vocabulary.
         """
-        ids = list_of_ids(token_ids, self.vocab_size)
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._decoder.text(token_ids, skip_special_tokens=skip_special_tokens)
 
     def normalize(self, text: str) -> str:
         """What the tokenizer makes of a text before it splits it."""

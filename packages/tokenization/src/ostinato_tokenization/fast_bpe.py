@@ -56,7 +56,8 @@ def _byte_characters() -> dict[int, int]:
 
 
 _TO_CHARACTERS = _byte_characters()
-_TO_BYTES = {character: byte for byte, character in _TO_CHARACTERS.items()}
+TO_BYTES = {character: byte for byte, character in _TO_CHARACTERS.items()}
+"""The byte that a code point stands for in byte-level vocabularies."""
 
 
 class _LeftToTokenizer(Exception):
@@ -260,7 +261,7 @@ def _tiktoken(
     ranks: dict[bytes, int] = {}
     try:
         for token, token_id in tokenizer.get_vocab(with_added_tokens=False).items():
-            ranks[token.translate(_TO_BYTES).encode("latin-1")] = token_id
+            ranks[token.translate(TO_BYTES).encode("latin-1")] = token_id
     except UnicodeEncodeError:
         return None
     if any(bytes((byte,)) not in ranks for byte in range(256)) or not frozenset(forbidden).isdisjoint(ranks.values()):

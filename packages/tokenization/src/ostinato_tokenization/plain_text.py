@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from functools import cached_property
-from operator import index
 from typing import Any, NamedTuple, Protocol
 
 import tokenizers
 
-from ostinato_tokenization.errors import TokenizerLoadError, VocabularyError
+from ostinato_tokenization.errors import TokenizerLoadError
 from ostinato_tokenization.fast_bpe import Encode, describe, fast_encoder, id_array
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
@@ -53,25 +52,6 @@ def control_tokens(tokenizer: tokenizers.Tokenizer) -> list[ControlToken]:
         for token_id, t in added
         if t.content.strip() and not (takes_apart and _BYTE_TOKEN.fullmatch(t.content))
     ]
-
-
-def list_of_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:
-    """The ids as a list that a tokenizer takes.
-
-    Raises:
-        VocabularyError: One is not in the vocabulary, or no integer.
-    """
-    try:
-        ids = list(map(index, token_ids))
-    except TypeError as error:
-        raise VocabularyError(f"token ids must be integers, got {token_ids!r:.80}; pass the ids as sampled") from error
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        bad = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
-        raise VocabularyError(
-            f"token ids must be from 0 to {vocab_size - 1}, got {bad};"
-            " the model's vocabulary may be padded beyond the tokenizer's"
-        )
-    return ids
 
 
 def _falls_back_to_bytes(tokenizer: tokenizers.Tokenizer) -> bool:
