@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
+import msgspec
+
 from ostinato_agent_loop.config import AgentConfig, MultiTurnConfig, RolloutConfig
 from ostinato_agent_loop.errors import AgentConfigError
 from ostinato_agent_loop.output import AgentLoopOutput
@@ -84,6 +86,22 @@ class AgentLoopContext:
         )
         self.sessions.append(session)
         return session
+
+    def budget_left(self) -> SessionBudget:
+        """Return what a further conversation of this trajectory may use: the response tokens that those so far have left, and a prompt
+        as long as any segment may be, since it may hold what was said in them.
+
+        Raises:
+            BudgetExceededError: They have left none.
+        """
+        if not self.sessions:
+            return self.budget
+        whole = self.budget.max_response_tokens
+        left = whole - sum(session.num_response_tokens for session in self.sessions)
+        if left < 1:
+            raise self.budget.exceeded(1, 0, "max_response_tokens")
+        prompt = self.budget.max_prompt_tokens + whole - left
+        return msgspec.structs.replace(self.budget, max_prompt_tokens=prompt, max_response_tokens=left)
 
     async def close(self) -> None:
         """Close every conversation that is still open."""

@@ -16,7 +16,8 @@ def batch_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
     `{min,max,mean}` are over the trajectories that have segments and absent if there is none; `agent_loop/slowest/*`
     describes the one that took longest over generation, tools and reward together; `failures/<kind>` and
-    `tool_outcomes/<kind>` are counts, present for every kind.
+    `tool_outcomes/<kind>` are counts, present for every kind; `exact_continuations` is the share of the requests with
+    earlier turns in them that went on from the tokens of those turns, absent where no agent makes such requests.
     """
     metrics: dict[str, float] = {}
     done = [trajectory.segments for trajectory in trajectories if trajectory.segments]
@@ -41,6 +42,9 @@ def batch_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics["agent_loop/num_cached_tokens"] = sum(cost.num_cached_tokens for cost in costs)
     metrics["agent_loop/tokenization_mismatches"] = sum(cost.num_tokenization_mismatches for cost in costs)
     metrics["agent_loop/release_failures"] = sum(cost.num_release_failures for cost in costs)
+    if num_continuations := sum(cost.num_continuations for cost in costs):
+        num_exact = sum(cost.num_exact_continuations for cost in costs)
+        metrics["agent_loop/exact_continuations"] = num_exact / num_continuations
     for kind in (*(kind.value for kind in OutcomeKind), "not_run"):
         metrics[f"agent_loop/tool_outcomes/{kind}"] = sum(cost.tool_outcomes.get(kind, 0) for cost in costs)
     failures = [trajectory.failure.kind for trajectory in trajectories if trajectory.failure is not None]

@@ -84,6 +84,33 @@ class CustomServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             )
 
 
+class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`agent.gateway`: the program that `gateway_agent` runs, one for each trajectory. It gets an address that speaks OpenAI's API."""
+
+    command: list[str] = []
+    """Program and arguments. It finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment, and the row as JSON on its standard
+    input; it ends with status 0, or the trajectory has failed."""
+    function: str | None = None
+    """A coroutine function instead: `module:name` or `file.py:name`, called with base_url, api_key and row."""
+    env: dict[str, str] = {}
+    """Further variables of the program's environment."""
+    pass_env: list[str] = []
+    """Variables that it gets from this process beside those that every program needs; others are kept from it."""
+    cwd: str | None = None
+    """Folder that it runs in; null: an empty one, removed afterwards."""
+    max_segments: int = 16
+    """Most conversations of a trajectory: those that its histories do not continue begin a new one."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "max_segments")
+        if self.command and self.function is not None:
+            raise ValueError("command and function must not be given together, got both; keep one")
+        if self.function is not None and not all(self.function.rpartition(":")[::2]):
+            raise ValueError(f"function must be module:name or file.py:name, got {self.function!r}; write it so")
+        if self.function is not None and (self.env or self.pass_env or self.cwd is not None):
+            raise ValueError("env, pass_env and cwd must be left out for a function, got some; it runs in this process")
+
+
 class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`actor_rollout_ref.rollout.agent`: who runs the trajectories."""
 
@@ -95,6 +122,8 @@ class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """YAML list of further agents, each with `name` and `_target_` (the class's dotted path)."""
     custom_async_server: CustomServerConfig = CustomServerConfig()
     """A server class of your own instead of the engines that come with the project."""
+    gateway: GatewayConfig = GatewayConfig()
+    """The program that `gateway_agent` runs."""
     agent_loop_manager_class: str | None = None
     """Dotted path of a manager class to use instead of `AgentLoopManager`."""
     max_concurrency: int = 256

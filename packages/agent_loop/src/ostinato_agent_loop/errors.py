@@ -23,3 +23,24 @@ class AgentLoopOutputError(AgentLoopError, ValueError):
 
 class RewardResultError(AgentLoopError, ValueError):
     """A reward function answered something that is no finite score."""
+
+
+class AgentProgramError(AgentLoopError, RuntimeError):
+    """A program that runs as an agent did not start, ended badly, or never asked the model."""
+
+
+class GraphInputError(AgentLoopError, ValueError):
+    """A graph asked its model for something that it cannot do, or showed it what it cannot read."""
+
+
+class GraphStateError(AgentLoopError, RuntimeError):
+    """A graph used its model or tools where or when they cannot be used, or stopped before its end."""
+
+
+class TurnLimitError(AgentLoopError, RuntimeError):
+    """No turn may begin in a graph's conversation; the graph is to end, and its trajectory is a good one."""
+
+    def __init__(self, message: str, *, end: str = "") -> None:
+        super().__init__(message)
+        self.end = end
+        """The TrajectoryEnd that it brings."""

@@ -41,6 +41,8 @@ class TrajectoryEnd(StrEnum):
     """A tool said that the trajectory is over."""
     MALFORMED_CALLS = "malformed_calls"
     """Too many turns in a row held only calls that could not be read."""
+    PROGRAM_ENDED = "program_ended"
+    """The agent's program came to its end."""
     NOTHING_GENERATED = "nothing_generated"
     """A turn came back without a token."""
     FAILED = "failed"
@@ -71,6 +73,10 @@ class AgentLoopMetrics(msgspec.Struct):
     the response's limit cut."""
     num_release_failures: int = 0
     """Tool instances whose release raised."""
+    num_continuations: int = 0
+    """Requests of a program that brought earlier turns of the model."""
+    num_exact_continuations: int = 0
+    """Of these, those that went on in a conversation as its tokens are; the others were rendered anew, as segments of their own."""
 
     def count_calls(self, outcomes: Sequence[str]) -> None:
         """Count calls of a turn by what became of them."""

@@ -107,6 +107,11 @@ class ChatSession:
         return self._room(self._prompt_length, self._length)
 
     @property
+    def num_response_tokens(self) -> int:
+        """Length of the response so far, sampled or not, over all segments."""
+        return self._finished_response + self._length - self._prompt_length
+
+    @property
     def ledger(self) -> TokenLedger | None:
         """The segment that grows now, to be read, not written; None before the first `extend`."""
         return self._ledger
