@@ -1,0 +1,17 @@
+"""Replicas as actors of a Ray cluster.
+
+Ray decides where a process runs, starts it and notices its end; what is asked of it goes over the transport, so that no
+call of a conversation waits for Ray. What it is not: it starts no cluster, and makes no placement groups. Needs the extra `ray`.
+"""
+
+from ostinato_rollout.ray_cluster.actors import ActorBody, ActorPlacement, ActorProcess, ClusterError
+from ostinato_rollout.ray_cluster.replica import RayReplica, ReplicaEndpoint
+
+__all__ = [
+    "ActorBody",
+    "ActorPlacement",
+    "ActorProcess",
+    "ClusterError",
+    "RayReplica",
+    "ReplicaEndpoint",
+]

@@ -1,0 +1,297 @@
+"""One actor: where it goes, its process, and the end of both.
+
+Invariants: whoever waits for an actor hears of its end; when `end` has returned, its process and what that has started are
+gone. Ray alone does not see to the last: an actor whose process has been stopped counts as dead, and goes on once it is
+continued. Knows nothing of what an actor does.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from ostinato_engines import MissingDependencyError
+from ostinato_rollout.errors import RolloutError
+
+try:
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+    from ray.util.placement_group import PlacementGroup
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+except ModuleNotFoundError as error:
+    raise MissingDependencyError(
+        "ray must be installed for actors; run `pip install 'ostinato-rollout[ray]'`", name="ray"
+    ) from error
+
+logger = logging.getLogger(__name__)
+
+_END_S = 10.0
+_POLL_S = 0.02
+_MAX_CALLS = 100_000
+"""Calls that one actor has under way at a time: what bounds them is the caller's."""
+
+
+class ClusterError(RolloutError, RuntimeError):
+    """An actor could not be placed or started, or its process has gone."""
+
+
+class ActorPlacement(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an actor goes and what it takes there."""
+
+    num_cpus: float = 1.0
+    """Of the node, or of the first bundle."""
+    num_gpus: float = 0.0
+    """Of the node, or of each bundle; actors that share a device take parts of it."""
+    resources: Mapping[str, float] = {}
+    """Others, as Ray names them; of the first bundle."""
+    placement_group: PlacementGroup | None = None
+    """Made and removed by whoever hands it over; None: wherever there is room."""
+    bundles: tuple[int, ...] = ()
+    """Of the group, by index; all of one node. The first holds the actor, from the others it has the devices."""
+    environment: Mapping[str, str] = {}
+    """Variables of the process."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_cpus", "num_gpus"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}; 0 takes none")
+        if (self.placement_group is None) != (not self.bundles):
+            raise ValueError(
+                f"bundles must be given with a placement_group, and only then, got {self.bundles}; name the bundles by index"
+            )
+        if len(set(self.bundles)) != len(self.bundles) or any(index < 0 for index in self.bundles):
+            raise ValueError(f"bundles must be distinct indices from 0 on, got {self.bundles}; name each once")
+
+    def holders(self) -> list["ActorPlacement"]:
+        """What holds the bundles beyond the first."""
+        return [
+            ActorPlacement(num_cpus=0, num_gpus=self.num_gpus, placement_group=self.placement_group, bundles=(index,))
+            for index in self.bundles[1:]
+        ]
+
+    def options(self) -> dict[str, Any]:
+        """As Ray takes them."""
+        options: dict[str, Any] = {
+            "num_cpus": self.num_cpus,
+            "num_gpus": self.num_gpus,
+            "resources": dict(self.resources),
+            "runtime_env": {"env_vars": dict(self.environment)} if self.environment else None,
+        }
+        if self.placement_group is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                self.placement_group,
+                placement_group_bundle_index=self.bundles[0],
+                placement_group_capture_child_tasks=True,
+            )
+        return options
+
+    def text(self) -> str:
+        """What it asks for, for people."""
+        wanted = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        text = ", ".join(f"{amount:g} {name}" for name, amount in wanted.items() if amount) or "nothing"
+        return text if self.placement_group is None else f"{text} in bundles {', '.join(map(str, self.bundles))}"
+
+
+class ActorPlace(msgspec.Struct, frozen=True):
+    """Where an actor is."""
+
+    node_id: str
+    host: str
+    """Address of the node, as its others reach it."""
+    pid: int
+    """Of the process, which leads a process group."""
+    devices: tuple[str, ...]
+    """That Ray has given it."""
+
+
+class ActorBody:
+    """What every actor can; its methods run on an event loop of the actor's own."""
+
+    async def where(self) -> ActorPlace:
+        """Where this is. From then on its process leads a group, so that what it starts can be ended with it."""
+        if os.getpgid(0) != os.getpid():
+            os.setpgid(0, 0)
+        context = ray.get_runtime_context()
+        devices = tuple(name for names in context.get_accelerator_ids().values() for name in names)
+        return ActorPlace(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), devices)
+
+    async def until_end(self) -> None:
+        """Never returns: whoever waits for it learns of the end of the process."""
+        await asyncio.Event().wait()
+
+
+class ActorProcess:
+    """An actor, from its creation until its process is gone. Belongs to the event loop that starts it.
+
+    Args:
+        body: Its class, importable on every node, without arguments.
+        placement: Where it goes.
+        on_lost: Is told, once, that the process has ended without having been told to, and how.
+    """
+
+    def __init__(
+        self, body: type[ActorBody], placement: ActorPlacement, *, on_lost: Callable[[str], None] | None = None
+    ) -> None:
+        self._body, self._placement, self._on_lost = body, placement, on_lost
+        self._actor: Any = None
+        self._watching: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self.place: ActorPlace | None = None
+        """Once it is there."""
+
+    async def start(self) -> ActorPlace:
+        """Creates it and waits until it is there, within a deadline of the caller's: there may be no room.
+
+        Whoever is cancelled meanwhile, or gets an error, calls `end`.
+
+        Raises:
+            ClusterError: There is no cluster, or the process did not come up.
+        """
+        if not ray.is_initialized():
+            raise ClusterError("ray must be initialised in this process, is not; call ray.init first")
+        # Shown by `ray list actors`; restarts are the caller's, who knows what else a new process needs.
+        self._actor = (
+            ray.remote(self._body)
+            .options(**self._placement.options(), max_restarts=0, max_task_retries=0, max_concurrency=_MAX_CALLS)
+            .remote()
+        )
+        place = self.place = await self.ask("where")
+        self._watching = asyncio.ensure_future(self._watch())
+        return place
+
+    def unplaced(self) -> str:
+        """What it waits for before it is there, for people."""
+        return f"no place for {self._placement.text()}, while {_free_resources()} are free in the cluster"
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        """What a method of the body returns. Whoever goes meanwhile leaves it running there.
+
+        Raises:
+            ClusterError: The process has gone, or Ray could not deliver the call or its answer.
+            Exception: What the method raised, as itself.
+        """
+        if self._actor is None or self._ending is not None:
+            raise ClusterError(f"actor {self._body.__name__} must be running, is not; start a new one")
+        try:
+            answer = asyncio.wrap_future(getattr(self._actor, method).remote(*arguments).future())
+            answer.add_done_callback(_retrieve)
+            return await asyncio.shield(answer)
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, Exception) and not isinstance(cause, RayError):
+                raise cause from None
+            raise ClusterError(f"{method} of actor {self._body.__name__} must end well, got {error}") from error
+        except RayError as error:
+            raise ClusterError(
+                f"actor {self._body.__name__} must answer {method}, got that {_in_short(error)}"
+            ) from error
+
+    async def _watch(self) -> None:
+        try:
+            await self.ask("until_end")
+            why = "it has ended"
+        # Whatever Ray says of it, it is not there any more.
+        except Exception as error:
+            why = str(error)
+        if self._ending is None and self._on_lost is not None:
+            self._on_lost(why)
+
+    async def end(self) -> None:
+        """Kills the process and what it has started, and waits until they are gone; a second call waits for the same."""
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._end())
+        await asyncio.shield(self._ending)
+
+    async def _end(self) -> None:
+        if self._actor is None:
+            return
+        with suppress(RayError, ValueError, RuntimeError):  # of a cluster that is gone as well
+            await asyncio.to_thread(ray.kill, self._actor, no_restart=True)
+        if self.place is not None:
+            await _end_at(self.place)
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+
+
+async def _end_at(place: ActorPlace) -> None:
+    """Ends a process group on its node."""
+    is_gone = False
+    try:
+        async with asyncio.timeout(2 * _END_S):
+            if place.node_id == own_node():
+                is_gone = await asyncio.to_thread(end_group, place.pid)
+            else:
+                strategy = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
+                task = ray.remote(end_group).options(num_cpus=0, scheduling_strategy=strategy, max_retries=0)
+                is_gone = await asyncio.wrap_future(task.remote(place.pid).future())
+    # A node or a cluster that is gone has taken the process with it, or cannot be asked.
+    except (RayError, TimeoutError, RuntimeError) as error:
+        logger.warning("process %d of node %s could not be ended: %s", place.pid, place.host, _in_short(error))
+        return
+    if not is_gone:
+        logger.warning("process %d of node %s has been killed, but is still there", place.pid, place.host)
+
+
+def end_group(pid: int, timeout_s: float = _END_S) -> bool:
+    """Kills the process group that `pid` leads, stopped processes as well; whether it was gone before the deadline."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return True
+        except PermissionError:  # somebody else has the number now
+            return True
+        time.sleep(_POLL_S)
+    return False
+
+
+def show_devices(own: Sequence[str], devices: Sequence[str]) -> bool:
+    """Lets this process see `devices` wherever a variable shows it exactly its own ones; whether there was any.
+
+    Ray sets such a variable for whatever kind of device an actor gets.
+    """
+    names = [name for name, value in os.environ.items() if name.endswith("_VISIBLE_DEVICES") and value == ",".join(own)]
+    for name in names:
+        os.environ[name] = ",".join(devices)
+    return bool(names)
+
+
+def num_nodes() -> int:
+    """Nodes of the cluster that are there."""
+    return sum(bool(node.get("Alive", node.get("alive"))) for node in ray.nodes())
+
+
+def own_node() -> str:
+    """The node that this process is on."""
+    return ray.get_runtime_context().get_node_id()
+
+
+def _free_resources() -> str:
+    try:
+        free = ray.available_resources()
+    except RayError as error:
+        return f"not known ({error})"
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(free.items()) if ":" not in name) or "none"
+
+
+def _in_short(error: BaseException) -> str:
+    """Ray's words, which can be long: of a process that has ended, how that was."""
+    text = " ".join(str(error).split())
+    _, found, exit_type = text.partition("Worker exit type: ")
+    if found:
+        return f"the process has ended: {exit_type.partition(' Some common causes')[0]}"
+    return f"{type(error).__name__}: {text:.4000}"
+
+
+def _retrieve(answer: "asyncio.Future[Any]") -> None:
+    """Looks at an answer that nobody may wait for any more."""
+    if not answer.cancelled():
+        answer.exception()
