@@ -53,6 +53,11 @@ def agent_loop_class(name: str) -> type[AgentLoopBase]:
         ) from None
 
 
+def registered_agents() -> dict[str, type[AgentLoopBase]]:
+    """Return the classes registered by now, by name; for processes that shall know the same."""
+    return dict(_AGENTS)
+
+
 def load_agent_loops(agent_loop_config_path: str | Path) -> tuple[str, ...]:
     """Register the agents that a YAML file lists, each with `name` and `_target_`; return their names.
 

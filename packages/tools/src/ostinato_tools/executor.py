@@ -111,6 +111,11 @@ class ToolExecutor:
         self._open: dict[TrajectoryTools, None] = {}
         self._closed = False
 
+    @property
+    def num_open(self) -> int:
+        """Trajectories that have tools now."""
+        return len(self._open)
+
     async def __aenter__(self) -> "ToolExecutor":
         return self
 
