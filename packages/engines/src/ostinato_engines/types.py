@@ -4,7 +4,7 @@ Plain frozen structs: they pickle, encode with msgspec, and load neither torch n
 """
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -58,15 +58,64 @@ _MAX_INT = 2**31 - 1
 """Engines keep ids and counts in 32 bits."""
 _MAX_FACTOR = 1e30
 """Logits that are multiplied or divided by more do not fit float32."""
+_NUMBERS = (int, float)
 
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_number(name: str, value: Any, ok: bool, constraint: str, cure: str) -> None:
-    if not ok:
-        raise SamplingParamsError(f"{name} must be {constraint}, got {value!r}; {cure}")
+def _is_real(value: Any) -> bool:
+    return isinstance(value, _NUMBERS) and not isinstance(value, bool)
+
+
+_CONSTRAINTS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
+    (
+        "temperature",
+        lambda value: _is_real(value) and 0 <= value <= _MAX_FACTOR,
+        f"in [0, {_MAX_FACTOR:g}]",
+        "0 is greedy",
+    ),
+    ("top_p", lambda value: _is_real(value) and 0 < value <= 1, "in (0, 1]", "1 keeps all tokens"),
+    ("min_p", lambda value: _is_real(value) and 0 <= value <= 1, "in [0, 1]", "0 keeps all tokens"),
+    (
+        "repetition_penalty",
+        lambda value: _is_real(value) and 1 / _MAX_FACTOR <= value <= _MAX_FACTOR,
+        f"in [{1 / _MAX_FACTOR:g}, {_MAX_FACTOR:g}]",
+        "1 is no penalty",
+    ),
+    (
+        "top_k",
+        lambda value: _is_int(value) and -1 <= value <= _MAX_INT,
+        f"an integer in [-1, {_MAX_INT}]",
+        "-1 keeps all tokens",
+    ),
+    (
+        "max_tokens",
+        lambda value: value is None or (_is_int(value) and value >= 0),
+        "None or an integer of at least 0",
+        "None takes all the room",
+    ),
+    (
+        "seed",
+        lambda value: value is None or (_is_int(value) and 0 <= value < 2**63),
+        "None or in [0, 2**63)",
+        "leave it out to draw one",
+    ),
+    (
+        "logprobs",
+        lambda value: isinstance(value, bool),
+        "a bool",
+        "an engine returns the sampled token's logprob or none",
+    ),
+    (
+        "stop_token_ids",
+        lambda value: all(_is_int(token_id) and 0 <= token_id <= _MAX_INT for token_id in value),
+        f"token ids in [0, {_MAX_INT}]",
+        "remove the others",
+    ),
+)
+"""What each parameter must be: its name, whether a value is right, and the two in words."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -99,41 +148,6 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     logprobs: bool = True
 
     def __post_init__(self) -> None:
-        _check_number(
-            "temperature",
-            self.temperature,
-            _real(self.temperature) and 0 <= self.temperature <= _MAX_FACTOR,
-            f"in [0, {_MAX_FACTOR:g}]",
-            "0 is greedy",
-        )
-        _check_number("top_p", self.top_p, _real(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]", "1 keeps all tokens")
-        _check_number(
-            "min_p", self.min_p, _real(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]", "0 keeps all tokens"
-        )
-        penalty = self.repetition_penalty
-        _check_number(
-            "repetition_penalty",
-            penalty,
-            _real(penalty) and 1 / _MAX_FACTOR <= penalty <= _MAX_FACTOR,
-            f"in [{1 / _MAX_FACTOR:g}, {_MAX_FACTOR:g}]",
-            "1 is no penalty",
-        )
-        if not _is_int(self.top_k) or not -1 <= self.top_k <= _MAX_INT:
-            raise SamplingParamsError(
-                f"top_k must be an integer in [-1, {_MAX_INT}], got {self.top_k!r}; -1 keeps all tokens"
-            )
-        if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 0):
-            raise SamplingParamsError(
-                f"max_tokens must be None or an integer of at least 0, got {self.max_tokens!r}; None takes all the room"
-            )
-        if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**63):
-            raise SamplingParamsError(
-                f"seed must be None or in [0, 2**63), got {self.seed!r}; leave it out to draw one"
-            )
-        if not isinstance(self.logprobs, bool):
-            raise SamplingParamsError(
-                f"logprobs must be a bool, got {self.logprobs!r}; an engine returns the sampled token's logprob or none"
-            )
         stops = self.stop_token_ids
         if type(stops) is not tuple:
             if not isinstance(stops, Sequence) or isinstance(stops, str | bytes):
@@ -141,10 +155,10 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                     f"stop_token_ids must be a tuple of token ids, got {stops!r}; () stops at none"
                 )
             msgspec.structs.force_setattr(self, "stop_token_ids", tuple(stops))
-        if not all(_is_int(token_id) and 0 <= token_id <= _MAX_INT for token_id in self.stop_token_ids):
-            raise SamplingParamsError(
-                f"stop_token_ids must be token ids in [0, {_MAX_INT}], got {stops!r}; remove the others"
-            )
+        for name, is_right, constraint, cure in _CONSTRAINTS:
+            value = getattr(self, name)
+            if not is_right(value):
+                raise SamplingParamsError(f"{name} must be {constraint}, got {value!r}; {cure}")
 
     @classmethod
     def from_mapping(cls, params: "SamplingParams | Mapping[str, Any]") -> "SamplingParams":
@@ -165,10 +179,6 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                     f"sampling_params must hold known parameters, got {key!r}; {_cure_for_unknown(str(key))}"
                 )
         return cls(**params)
-
-
-def _real(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _cure_for_unknown(key: str) -> str:
