@@ -102,6 +102,11 @@ class LLMServerClient:
         """Conversations under way, waiting ones included; returns to zero when all are released."""
         return len(self._conversations)
 
+    def replica_of(self, request_id: str) -> int | None:
+        """Return the replica that serves a conversation now; None: it waits for a place, or is not under way."""
+        conversation = self._conversations.get(request_id)
+        return None if conversation is None else conversation.replica
+
     @property
     def admission_timeout_s(self) -> float:
         """Longest time that a conversation waits for its place."""
@@ -116,9 +121,7 @@ class LLMServerClient:
         """Put a replica into service; return its id, which is never used again."""
         return self._placement.add(server)
 
-    def remove_server(
-        self, server: AsyncServerBase, *, reason: str = "was removed", take_back: bool = False
-    ) -> None:
+    def remove_server(self, server: AsyncServerBase, *, reason: str = "was removed", take_back: bool = False) -> None:
         """Take a replica out of service; its conversations move at their next turn. Unknown servers are no error.
 
         Args:

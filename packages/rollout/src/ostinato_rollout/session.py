@@ -21,6 +21,7 @@ from ostinato_rollout.config import SessionConfig
 from ostinato_rollout.diagnostics import discard, register
 from ostinato_rollout.errors import BudgetExceededError, SessionInputError, SessionStateError
 from ostinato_rollout.seeds import derive_seed
+from ostinato_rollout.tracing.trajectory_trace import GenerationTrace, TrajectoryTrace
 from ostinato_rollout.turn_reader import TurnReader
 from ostinato_rollout.turns import assistant_message, checked_messages, empty_reply
 from ostinato_rollout.types import Reply, SessionBudget, SessionMetrics
@@ -55,6 +56,7 @@ class ChatSession:
         waiting: Entered while the conversation waits for a place: whoever keeps a clock may stop it.
         call_id_prefix: What the ids of its calls begin with, but for those that the model writes itself. Conversations of
             which one may hold what another one said need different ones.
+        trace: Records its generations; None: nobody does.
 
     Raises:
         SessionInputError: The tokenizer has no single token for a stop token of the parser.
@@ -73,6 +75,7 @@ class ChatSession:
         group: str | None = None,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         call_id_prefix: str = "call_",
+        trace: TrajectoryTrace | None = None,
     ) -> None:
         self.request_id = request_id if request_id is not None else uuid.uuid4().hex
         self.config, self.budget = config, budget
@@ -95,6 +98,7 @@ class ChatSession:
         self._mark: int | None = None  # where the ledger stood before them; None: the segment began with them
         self._turn = 0
         self._group, self._waiting = group, waiting
+        self._trace = None if trace is None else trace.session(self.request_id)
         self._is_admitted = self._busy = self._closed = False
         self._doing, self._since = "was opened", time.monotonic()
         register(self)
@@ -168,16 +172,33 @@ class ChatSession:
             return empty_reply(StopReason.LENGTH)
         params = self._params(sampling_params, limit)
         prompt = ledger.snapshot()
+        if self._trace is None:
+            return await self._take_turn(ledger, prompt, params)
+        asked = self.messages[-self._unanswered :]
+        with self._trace.generation(prompt, asked, params, turn=self._turn, segment=len(self._finished)) as trace:
+            return await self._take_turn(ledger, prompt, params, trace)
+
+    async def _take_turn(
+        self, ledger: TokenLedger, prompt: Sequence[int], params: SamplingParams, trace: GenerationTrace | None = None
+    ) -> Reply:
+        """Have a turn generated, and record it."""
         self._busy = True
         try:
             output = await self._sample(prompt, params)
         finally:
             self._busy = False
             self._enter("is between turns")
+            if trace is not None:
+                trace.replica = self._client.replica_of(self.request_id)
         self._count(output)
+        if trace is not None:
+            trace.sampled(output, admission_s=self.metrics.admission_s if self.metrics.num_generations == 1 else 0.0)
         if not output.token_ids:
             return empty_reply(output.stop_reason)
-        return self._record(ledger, output, in_reasoning=self._reader.opens_reasoning(prompt))
+        reply = self._record(ledger, output, in_reasoning=self._reader.opens_reasoning(prompt))
+        if trace is not None:
+            trace.read(reply)
+        return reply
 
     async def _sample(self, prompt: Sequence[int], params: SamplingParams) -> TokenOutput:
         """Have a turn generated, and measure the waits."""

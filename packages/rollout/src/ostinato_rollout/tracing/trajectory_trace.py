@@ -194,18 +194,24 @@ class GenerationTrace:
     def __init__(
         self, session: SessionTrace, prompt: Sequence[int], messages: Sequence[dict], params: SamplingParams, turn: int
     ) -> None:
-        self.output: TokenOutput | None = None
-        """What was sampled, once it is known."""
-        self.reply: Reply | None = None
-        """How it was read, once it is in the ledger."""
         self.replica: int | None = None
-        """Who sampled it last."""
-        self.admission_s = 0.0
-        """Seconds of it spent waiting for a place."""
+        """Who sampled it, or tried to last."""
+        self._output: TokenOutput | None = None
+        self._reply: Reply | None = None
+        self._admission_s = 0.0
         self._session, self._params, self._turn = session, params, turn
         self._prompt_length, self._offset = len(prompt), session.num_shown
         self._prompt_ids = prompt[session.num_shown :]
         self._messages = [dict(message) for message in messages]
+
+    def sampled(self, output: TokenOutput, *, admission_s: float) -> None:
+        """Note what was sampled, and the seconds of it spent waiting for a place."""
+        self._output, self._admission_s = output, admission_s
+
+    def read(self, reply: Reply) -> None:
+        """Note how it was read; it is in the ledger now."""
+        self._reply = reply
+        self._session.num_shown = self._prompt_length + reply.num_tokens
 
     def __enter__(self) -> GenerationTrace:
         self._start_ns = self._session.trace.now_ns()
@@ -214,9 +220,7 @@ class GenerationTrace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        output = self.output
-        if self.reply is not None and self.reply.num_tokens and output is not None:
-            self._session.num_shown = self._prompt_length + len(output.token_ids)
+        output = self._output
         self._session.trace.record(
             SpanKind.GENERATION,
             "generate",
@@ -230,7 +234,7 @@ class GenerationTrace:
 
     def _outputs(self, output: TokenOutput) -> dict[str, Any]:
         return {
-            "message": None if self.reply is None else dict(self.reply.message),
+            "message": None if self._reply is None else dict(self._reply.message),
             "token_ids": output.token_ids,
             "logprobs": output.logprobs,
         }
@@ -243,7 +247,7 @@ class GenerationTrace:
             "prompt_offset": self._offset,
             "prompt_length": self._prompt_length,
             "sampling_params": self._params,
-            "admission_s": self.admission_s,
+            "admission_s": self._admission_s,
             "replica": self.replica,
         }
         if output is not None:
