@@ -1,6 +1,8 @@
 """The values that pass between a parser, the executor and the agent: a call, and what became of it."""
 
+from collections.abc import Awaitable, Callable, Coroutine
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -52,6 +54,10 @@ class ToolOutcome(msgspec.Struct, frozen=True):
     """Wall time of the call, waiting for its turn and creation of the instance included."""
     terminate: bool = False
     """The tool says that the trajectory ends here."""
+
+
+CallObserver = Callable[[ToolCall, Callable[[ToolCall], Awaitable[ToolOutcome]]], Coroutine[Any, Any, ToolOutcome]]
+"""Is given a call and what runs it, and awaits that: sees the outcome, or what ended the call without one."""
 
 
 class CallFailed(Exception):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
-from ostinato_tools.calls import OutcomeKind
+from ostinato_tools.calls import CallObserver, OutcomeKind
 from ostinato_tools.deadline import Deadlines
 from ostinato_tools.errors import ToolClosedError, ToolConfigError
 from ostinato_tools.guards import Guard
@@ -105,6 +105,8 @@ class ToolExecutor:
             )
         self.stats: dict[str, ToolStats] = {}
         """Counts by tool name, since the executor was made."""
+        self.observers: dict[str, CallObserver] = {}
+        """Who watches a trajectory's calls, by its id; read when its tools are opened."""
         self._encode = encode
         self._tools: dict[str, BoundTool] = {}
         self._selections: dict[tuple[str, ...], tuple[dict[str, BoundTool], list[dict]]] = {}

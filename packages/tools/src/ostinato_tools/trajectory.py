@@ -8,7 +8,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ostinato_tools.base import BaseTool
@@ -48,6 +48,7 @@ class TrajectoryTools:
         "_bound",
         "_executor",
         "_num_calls",
+        "_observer",
         "_open",
         "_releasing",
         "_running",
@@ -80,6 +81,7 @@ class TrajectoryTools:
         self._running: dict[asyncio.Task, asyncio.Future] = {}
         self._num_calls: dict[str, int] = {}
         self._scope: dict = {}
+        self._observer = executor.observers.get(trajectory_id)
         self._releasing: asyncio.Task | None = None
         self._open: bool | None = None
 
@@ -137,7 +139,7 @@ class TrajectoryTools:
         check_calls(calls)
         if len(calls) != 1:
             return await self._run_many(calls)
-        outcome = await self._run_one(calls[0])  # not inside of a list, which would wait with it
+        outcome = await self._observed(calls[0])  # not inside of a list, which would wait with it
         return [outcome]
 
     async def calc_rewards(self) -> dict[str, float]:
@@ -181,8 +183,11 @@ class TrajectoryTools:
 
     async def _run_many(self, calls: Sequence[ToolCall]) -> list[ToolOutcome]:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._run_one(call)) for call in calls]
+            tasks = [group.create_task(self._observed(call)) for call in calls]
         return [task.result() for task in tasks]
+
+    def _observed(self, call: ToolCall) -> Coroutine[Any, Any, ToolOutcome]:
+        return self._run_one(call) if self._observer is None else self._observer(call, self._run_one)
 
     async def _run_one(self, call: ToolCall) -> ToolOutcome:
         started = time.perf_counter()

@@ -5,7 +5,7 @@ Runs on the event loop, so it only gathers what is there; copies, texts and JSON
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -50,11 +50,11 @@ class TrajectoryTrace:
         """Begin to record the generations of one conversation."""
         return SessionTrace(self, request_id)
 
-    async def tool_call(self, call: ToolCall, running: Awaitable[ToolOutcome]) -> ToolOutcome:
-        """Await the outcome of a call and record it; what is raised is recorded and raised."""
+    async def tool_call(self, call: ToolCall, run: Callable[[ToolCall], Awaitable[ToolOutcome]]) -> ToolOutcome:
+        """Run a call and record it; what is raised is recorded and raised."""
         start_ns = self.now_ns()
         try:
-            outcome = await running
+            outcome = await run(call)
         except BaseException as error:
             self._tool_call(call, start_ns, {}, {}, SpanError.of(error))
             raise
