@@ -45,6 +45,10 @@ class TrajectoryEnd(StrEnum):
     """The agent's program came to its end."""
     NOTHING_GENERATED = "nothing_generated"
     """A turn came back without a token."""
+    GRAPH_END = "graph_end"
+    """A graph came to its end."""
+    RECURSION_LIMIT = "recursion_limit"
+    """A graph took as many steps as it may."""
     FAILED = "failed"
     """The trajectory failed; see its failure."""
 

@@ -22,7 +22,8 @@ from ostinato_engines import SamplingParams, StopReason
 from ostinato_rollout import BudgetExceededError, ChatSession, Reply
 from ostinato_tools import ToolCall, TrajectoryTools
 
-_NOT_RUN = "not_run"
+NOT_RUN = "not_run"
+"""What became of a call that nobody ran, in `AgentLoopMetrics.tool_outcomes`."""
 
 
 class AgentState(StrEnum):
@@ -106,7 +107,7 @@ class ToolAgentLoop(AgentLoopBase):
         episode.assistant_turns += 1
         cut = reply.stop_reason is StopReason.LENGTH
         if cut and episode.session.room == 0:
-            episode.metrics.count_calls([_NOT_RUN] * len(reply.tool_calls))
+            episode.metrics.count_calls([NOT_RUN] * len(reply.tool_calls))
             return _ended(episode, TrajectoryEnd.RESPONSE_LENGTH)
         if reply.tool_calls or (reply.errors and not cut):
             return AgentState.PROCESSING_TOOLS
@@ -120,7 +121,7 @@ class ToolAgentLoop(AgentLoopBase):
         readable = any(call.error is None for call in reply.tool_calls)
         episode.malformed_in_a_row = 0 if readable else episode.malformed_in_a_row + 1
         if reply.errors:
-            _explain(reply.errors, answers)
+            explain(reply.errors, answers)
         end = TrajectoryEnd.TOOL_TERMINATED if terminate else self._limit(episode)
         if end is not None:
             return _ended(episode, end)
@@ -143,13 +144,13 @@ class ToolAgentLoop(AgentLoopBase):
         began = time.perf_counter()
         outcomes = await episode.tools.run(list(compress(calls, allowed))) if calls else []
         metrics.tool_calls += time.perf_counter() - began
-        metrics.count_calls([outcome.kind.value for outcome in outcomes] + [_NOT_RUN] * allowed.count(False))
+        metrics.count_calls([outcome.kind.value for outcome in outcomes] + [NOT_RUN] * allowed.count(False))
         if calls:
             rewards = [outcome.reward for outcome in outcomes]
             episode.tool_rewards += rewards
             episode.turn_scores.append(sum(rewards))
         messages = iter([outcome.message for outcome in outcomes])
-        answers = [next(messages) if ran else _refusal(call, limit) for call, ran in zip(calls, allowed, strict=True)]
+        answers = [next(messages) if ran else refusal(call, limit) for call, ran in zip(calls, allowed, strict=True)]
         return answers, any(outcome.terminate for outcome in outcomes)
 
     def _limit(self, episode: Episode) -> TrajectoryEnd | None:
@@ -169,14 +170,14 @@ def _ended(episode: Episode, reason: TrajectoryEnd) -> AgentState:
     return AgentState.TERMINATED
 
 
-def _refusal(call: ToolCall, limit: int) -> dict:
+def refusal(call: ToolCall, limit: int) -> dict:
     """Answer a call beyond the limit in a way that the model can act on."""
     calls = "call runs" if limit == 1 else "calls run"
     text = f"Not run: at most {limit} tool {calls} per turn. Call again in your next turn if you still need it."
     return {"role": "tool", "content": text, "tool_call_id": call.id, "name": call.name}
 
 
-def _explain(errors: Sequence[str], answers: list[dict]) -> None:
+def explain(errors: Sequence[str], answers: list[dict]) -> None:
     """Tell the model what could not be read as a call: behind the last answer, or where there is none, as a user."""
     text = "Your tool call could not be read: " + "; ".join(errors) + ". Correct it and call again."
     if not answers:
