@@ -19,8 +19,10 @@ from ostinato_rollout.errors import (
     RolloutError,
     SessionInputError,
     SessionStateError,
+    StreamStalledError,
 )
 from ostinato_rollout.failure import Failure, FailureKind, classify
+from ostinato_rollout.group_stream import GroupStream
 from ostinato_rollout.pool import ServerPool
 from ostinato_rollout.routing import (
     LeastInFlight,
@@ -33,6 +35,18 @@ from ostinato_rollout.routing import (
 from ostinato_rollout.scheduler import RolloutScheduler
 from ostinato_rollout.seeds import derive_seed
 from ostinato_rollout.session import ChatSession
+from ostinato_rollout.stream_types import (
+    DroppedGroup,
+    Group,
+    GroupFate,
+    Leftover,
+    OnFailure,
+    Run,
+    SavedGroup,
+    StreamCounts,
+    StreamOptions,
+    StreamState,
+)
 from ostinato_rollout.types import Reply, SessionBudget, SessionMetrics
 
 __all__ = [
@@ -40,12 +54,18 @@ __all__ = [
     "BudgetExceededError",
     "ChatSession",
     "DecisionLog",
+    "DroppedGroup",
     "Dump",
     "Failure",
     "FailureKind",
+    "Group",
+    "GroupFate",
+    "GroupStream",
     "LLMServerClient",
     "LeastInFlight",
+    "Leftover",
     "NoReplicaError",
+    "OnFailure",
     "RandomReplica",
     "ReplicaError",
     "ReplicaPolicy",
@@ -56,6 +76,8 @@ __all__ = [
     "RoundRobin",
     "RoutingConfig",
     "RoutingPolicy",
+    "Run",
+    "SavedGroup",
     "ServerPool",
     "SessionBudget",
     "SessionConfig",
@@ -63,6 +85,10 @@ __all__ = [
     "SessionMetrics",
     "SessionStateError",
     "StickyLeastInFlight",
+    "StreamCounts",
+    "StreamOptions",
+    "StreamStalledError",
+    "StreamState",
     "classify",
     "derive_seed",
     "dump",

@@ -195,14 +195,22 @@ class SchedulerActivity(msgspec.Struct, frozen=True, kw_only=True):
     """Items that have not, by their place, and for how many seconds they have been running."""
     idle_s: float
     """Seconds since an item ended, or since the run began."""
+    num_ready: int = 0
+    """Groups that wait to be taken."""
+    fates: dict[str, int] = {}
+    """What became of the others, counted: `kept`, `filtered`, `failed`, `stale`, `cancelled`."""
+    held_by: str = ""
+    """What it waits for before it begins another item; empty: for a place."""
 
     def text(self) -> str:
         """Return it as lines."""
         longest = sorted(self.under_way.items(), key=lambda item: -item[1])[:_MAX_LINES]
         items = ", ".join(f"{place} ({seconds:.0f} s)" for place, seconds in longest)
+        ended = "".join(f", {count} {fate}" for fate, count in self.fates.items())
+        held = f"; new ones wait for {self.held_by}" if self.held_by else ""
         return (
             f"scheduler: {self.num_done} items done, the last one {self.idle_s:.1f} s ago;"
-            f" {len(self.under_way)} under way: {items or 'none'}"
+            f" {len(self.under_way)} under way: {items or 'none'}; {self.num_ready} ready{ended}{held}"
         )
 
 

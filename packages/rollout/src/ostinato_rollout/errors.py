@@ -38,6 +38,10 @@ class NoReplicaError(RolloutError, RuntimeError):
     """No replica is left to serve the policy."""
 
 
+class StreamStalledError(RolloutError, RuntimeError):
+    """A stream drops one group after the other and gives none; the message counts why."""
+
+
 class ReplicaError(RolloutError, RuntimeError):
     """A replica failed, or answered what its contract forbids."""
 

@@ -1,40 +1,40 @@
-"""Work under bounded concurrency, results in the order of the items. Knows no agent, no reward and no server."""
+"""Work under bounded concurrency: all of it at once, or as a stream of groups. Knows no agent, no reward and no server."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TypeVar
+import sys
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from typing import Any, TypeVar
 
-from ostinato_rollout.activity import SchedulerActivity
-from ostinato_rollout.diagnostics import ago, discard, log_dump, register
-from ostinato_rollout.errors import RequestTimeoutError, SessionInputError
-from ostinato_rollout.failure import Failure, FailureKind
-
-logger = logging.getLogger(__name__)
+from ostinato_rollout.errors import SessionInputError
+from ostinato_rollout.failure import Failure
+from ostinato_rollout.group_steps import StreamCallbacks
+from ostinato_rollout.group_stream import GroupStream
+from ostinato_rollout.stream_types import Group, Run, StreamOptions, StreamState
 
 Item = TypeVar("Item")
+Prompt = TypeVar("Prompt")
 Result = TypeVar("Result")
 
 
 class RolloutScheduler:
-    """Runs one coroutine per item, at most `concurrency` at a time.
+    """Runs coroutines, at most `concurrency` at a time, each in a task (and context) of its own.
 
-    Items are taken one by one as places get free, each in a task (and context) of its own. An item that raises becomes
-    a Failure in its place, with the traceback logged once; the others go on. Cancelling `run` cancels what is under way.
+    Items are taken one by one as places get free. What raises becomes a Failure in its place, with the traceback logged once;
+    the others go on. `stream` gives groups as they finish; `run` is a stream whose groups, of one each, are taken all together.
     """
 
     async def run(
         self,
-        items: Iterable[Item],
+        items: Iterable[Item] | AsyncIterable[Item],
         run_one: Callable[[Item], Awaitable[Result]],
         *,
         concurrency: int,
         item_timeout_s: float | None = None,
     ) -> list[Result | Failure]:
         """Return the result of `run_one` for each item, in the order of the items, whatever finishes first.
+
+        Cancelling it cancels what is under way.
 
         Args:
             items: What there is to do.
@@ -45,83 +45,74 @@ class RolloutScheduler:
 
         Raises:
             SessionInputError: `concurrency` or `item_timeout_s` is not positive.
+            Exception: What `items` raised; those before it were run.
         """
-        if concurrency < 1:
-            raise SessionInputError(f"concurrency must be at least 1, got {concurrency}; 1 runs one after the other")
+
+        async def run_item(run: Run[Item]) -> Result:
+            return await run_one(run.prompt)
+
+        async with self.stream(items, run_item, n=1, concurrency=concurrency, item_timeout_s=item_timeout_s) as groups:
+            return [group.results[0] for group in await groups.take(sys.maxsize)]
+
+    def stream(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        run_one: Callable[[Run[Prompt]], Awaitable[Result]],
+        *,
+        n: int,
+        concurrency: int,
+        item_timeout_s: float | None = None,
+        options: StreamOptions | None = None,
+        keep_group: Callable[[Group[Prompt, Result]], bool | str | Awaitable[bool | str]] | None = None,
+        failure_of: Callable[[Result], Failure | None] | None = None,
+        current_version: Callable[[], int] | None = None,
+        oldest_version: Callable[[Result], int | None] | None = None,
+        state: StreamState[Prompt, Result] | None = None,
+    ) -> GroupStream[Prompt, Result]:
+        """Return an async iterator of groups: for each prompt the results of n runs, as soon as all of them are there.
+
+        Nothing begins before the first group is asked for. What a group holds is a function of its prompt, as far as
+        `run_one` is; so is whether it is given out, as far as `keep_group` is, except where time has a say: with `oversample` (the
+        first to finish count), with `max_staleness` (what has become too old is dropped), and where runs time out.
+        Without these, the groups of a stream of `num_groups` are those of the first prompts that are good enough. The
+        order is that of finishing, unless `in_order` is set.
+
+        Args:
+            prompts: Where prompts come from, with or without end. One more is drawn only when it can be begun.
+            run_one: Does one run.
+            n: Runs of a prompt; they need not run at the same time.
+            concurrency: Runs that are under way at a time, at most; a verdict that is awaited takes a place as well.
+            item_timeout_s: Longest time that one run, or one verdict, may take; see `run`.
+            options: Which groups are made and given out.
+            keep_group: Says whether a group is given out: True, False, or why not in a few words, which are counted. Raising is
+                a failure of the group.
+            failure_of: Says whether a result is a failure, where `run_one` returns failures instead of raising them.
+            current_version: Says which policy version serves now; needed for `max_staleness`.
+            oldest_version: Says which is the oldest version that took part in a result; without it, or for None, that which
+                served when the run began.
+            state: Where to go on from; the prompts begin after those that it has drawn.
+
+        Raises:
+            SessionInputError: `n`, `concurrency` or `item_timeout_s` is not positive, or something does not fit together.
+        """
+        for name, value in (("concurrency", concurrency), ("n", n)):
+            if value < 1:
+                raise SessionInputError(f"{name} must be at least 1, got {value}; 1 runs one after the other")
         if item_timeout_s is not None and not item_timeout_s > 0:
             raise SessionInputError(f"item_timeout_s must be positive, got {item_timeout_s}; None sets no deadline")
-        results: list[Result | Failure] = []
-        places = asyncio.Semaphore(concurrency)
-        progress = _Progress()
-
-        async def one(index: int, item: Item) -> None:
-            try:
-                results[index] = await _within(item_timeout_s, run_one(item), f"item {index}", progress)
-            except asyncio.CancelledError as error:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
-                    raise
-                results[index] = Failure.from_error(error, f"item {index}", kind=FailureKind.CANCELLED)
-            except Exception as error:
-                logger.exception("item %d failed", index)
-                results[index] = Failure.from_error(error, f"item {index}")
-
-        def ended(index: int) -> None:
-            progress.end(index)
-            places.release()
-
-        register(progress)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index, item in enumerate(items):
-                    await places.acquire()
-                    results.append(Failure(f"item {index}", FailureKind.CANCELLED, "its task was cancelled"))
-                    progress.begin(index)
-                    group.create_task(one(index, item)).add_done_callback(lambda _, index=index: ended(index))
-        finally:
-            discard(progress)
-        return results
-
-
-class _Progress:
-    """What one run is doing."""
-
-    def __init__(self) -> None:
-        self.num_done = 0
-        self.last_end = time.monotonic()
-        self._began: dict[int, float] = {}
-
-    def begin(self, index: int) -> None:
-        self._began[index] = time.monotonic()
-
-    def end(self, index: int) -> None:
-        del self._began[index]
-        self.num_done += 1
-        self.last_end = time.monotonic()
-
-    def activity(self) -> SchedulerActivity:
-        now = time.monotonic()
-        return SchedulerActivity(
-            num_done=self.num_done,
-            under_way={index: now - began for index, began in list(self._began.items())},
-            idle_s=now - self.last_end,
+        callbacks: StreamCallbacks[Any, Any] = StreamCallbacks(
+            run_one=run_one,
+            keep_group=keep_group,
+            failure_of=failure_of,
+            current_version=current_version,
+            oldest_version=oldest_version,
         )
-
-
-async def _within(timeout_s: float | None, work: Awaitable[Result], what: str, progress: _Progress) -> Result:
-    """Await `work`, within a deadline if there is one."""
-    if timeout_s is None:
-        return await work
-    began, deadline = time.monotonic(), asyncio.timeout(timeout_s)
-    try:
-        async with deadline:
-            return await work
-    except TimeoutError as error:
-        if not deadline.expired():
-            raise
-        message = (
-            f"{what} must end within {timeout_s:g} s, got no result; it began {ago(began)}, last progress: {progress.num_done}"
-            f" other items ended, the last one {ago(progress.last_end)}; raise the limit or find what hangs"
+        return GroupStream(
+            prompts,
+            callbacks,
+            n=n,
+            concurrency=concurrency,
+            item_timeout_s=item_timeout_s,
+            options=StreamOptions() if options is None else options,
+            state=StreamState() if state is None else state,
         )
-        log_dump(message)
-        raise RequestTimeoutError(message) from error
