@@ -4,11 +4,12 @@ Ray decides where a process runs, starts it and notices its end; what is asked o
 call of a conversation waits for Ray. What it is not: it starts no cluster, and makes no placement groups. Needs the extra `ray`.
 """
 
-from ostinato_rollout.ray_cluster.actors import ActorBody, ActorPlacement, ActorProcess, ClusterError
+from ostinato_rollout.ray_cluster.actors import ActorBody, ActorLostError, ActorPlacement, ActorProcess, ClusterError
 from ostinato_rollout.ray_cluster.replica import RayReplica, ReplicaEndpoint
 
 __all__ = [
     "ActorBody",
+    "ActorLostError",
     "ActorPlacement",
     "ActorProcess",
     "ClusterError",

@@ -21,7 +21,7 @@ from ostinato_rollout.errors import RolloutError
 
 try:
     import ray
-    from ray.exceptions import RayError, RayTaskError
+    from ray.exceptions import RayActorError, RayError, RayTaskError
     from ray.util.placement_group import PlacementGroup
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 except ModuleNotFoundError as error:
@@ -39,6 +39,10 @@ _MAX_CALLS = 100_000
 
 class ClusterError(RolloutError, RuntimeError):
     """An actor could not be placed or started, or its process has gone."""
+
+
+class ActorLostError(ClusterError, ConnectionError):
+    """The process of an actor has gone, or cannot be reached: what it was doing has no result."""
 
 
 class ActorPlacement(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,11 +177,12 @@ class ActorProcess:
         """What a method of the body returns. Whoever goes meanwhile leaves it running there.
 
         Raises:
-            ClusterError: The process has gone, or Ray could not deliver the call or its answer.
+            ActorLostError: The process has gone.
+            ClusterError: Ray could not deliver the call or its answer.
             Exception: What the method raised, as itself.
         """
         if self._actor is None or self._ending is not None:
-            raise ClusterError(f"actor {self._body.__name__} must be running, is not; start a new one")
+            raise ActorLostError(f"actor {self._body.__name__} must be running, is not; start a new one")
         try:
             answer = asyncio.wrap_future(getattr(self._actor, method).remote(*arguments).future())
             answer.add_done_callback(_retrieve)
@@ -188,9 +193,8 @@ class ActorProcess:
                 raise cause from None
             raise ClusterError(f"{method} of actor {self._body.__name__} must end well, got {error}") from error
         except RayError as error:
-            raise ClusterError(
-                f"actor {self._body.__name__} must answer {method}, got that {_in_short(error)}"
-            ) from error
+            kind = ActorLostError if isinstance(error, RayActorError) else ClusterError
+            raise kind(f"actor {self._body.__name__} must answer {method}, got that {_in_short(error)}") from error
 
     async def _watch(self) -> None:
         try:

@@ -133,7 +133,7 @@ class RayReplica(RemoteServer):
         self._ending: asyncio.Task[None] | None = None
         self._key: str | None = None
         self.endpoint: ReplicaEndpoint | None = None
-        """Where others reach it; once it has started."""
+        """Where others reach it; None before it has started, and once it has ended."""
 
     @property
     def place(self) -> ActorPlace | None:
@@ -202,10 +202,10 @@ class RayReplica(RemoteServer):
 
     async def shutdown(self) -> None:
         """Shuts the engine down and ends the actor's process, with all that it has started; a second call waits for that."""
+        self.endpoint = None
         try:
             if self._status.failure is None:
                 await super().shutdown()
-            self._status.closed = True
         finally:
             self._status.closed = True
             self._end_later()
@@ -213,6 +213,7 @@ class RayReplica(RemoteServer):
 
     async def disconnect(self) -> None:
         """Ends the actor as `shutdown` does, without waiting for the engine: nobody else owns it."""
+        self.endpoint = None
         await super().disconnect()
         self._end_later()
         await self._ended()
@@ -227,6 +228,7 @@ class RayReplica(RemoteServer):
         if self._status.failure is not None or self._status.closed:
             return
         self._status.failure = error
+        self.endpoint = None
         logger.warning("%s", error)
         if self._connecting is not None:
             self._connecting.cancel()

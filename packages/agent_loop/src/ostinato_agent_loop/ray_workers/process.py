@@ -1,0 +1,282 @@
+"""The process of a worker: its own tools, tokenizer, parser and reward, and a client over all replicas.
+
+Invariant: the client serves from the replicas that it was told last, as far as they can be reached; one that it has lost
+is tried again for as long as it is told of it. Knows no other worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from ostinato_agent_loop.base import AgentLoopBase, AgentLoopContext
+from ostinato_agent_loop.config import RolloutConfig
+from ostinato_agent_loop.manager import make_parser, make_tool_executor
+from ostinato_agent_loop.registry import load_agent_loops, register, registered_agents
+from ostinato_agent_loop.reward import RewardFn
+from ostinato_agent_loop.trajectory import Trajectory
+from ostinato_agent_loop.worker import AgentLoopWorker, TrajectoryTask
+from ostinato_engines import AsyncServerBase, EngineError, SamplingParams
+from ostinato_rollout import DecisionLog, LLMServerClient, NoReplicaError, SessionBudget, derive_seed, make_policy
+from ostinato_rollout.ray_cluster import ActorBody, ReplicaEndpoint
+from ostinato_rollout.transport import RemoteServer
+from ostinato_tokenization import ContinuousTokens
+from ostinato_tools import ToolExecutor
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """What every worker is made from; it is pickled to get there."""
+
+    config: RolloutConfig
+    """`actor_rollout_ref.rollout`."""
+    tokens: ContinuousTokens
+    """How messages become token ids."""
+    budget: SessionBudget
+    """How long a trajectory may get."""
+    make_reward_fn: Callable[[], RewardFn] | None = None
+    """Called once in each worker, for what scores its trajectories; None: only agents' own scores."""
+    make_tools: Callable[[], ToolExecutor] | None = None
+    """The same for its tools; None: made from `config.multi_turn`."""
+    seed: int = 0
+    """Root of what workers draw."""
+    agents: Mapping[str, type[AgentLoopBase]] = field(default_factory=registered_agents)
+    """By name, beside those of `config.agent.agent_loop_config_path`; those registered here unless others are given."""
+
+
+class WorkerShare(msgspec.Struct, frozen=True):
+    """Which of the workers one is."""
+
+    number: int
+    """From 0 on."""
+    num_workers: int
+    """Of all that share the replicas."""
+    no_replica_timeout_s: float
+    """Longest time for which turns wait while there is no replica."""
+
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker has under way; all zero when nothing is."""
+
+    num_trajectories: int
+    """Under way."""
+    num_conversations: int
+    """Not released."""
+    num_in_flight: int
+    """Generations, as the client counts them."""
+    num_waiting: int
+    """Calls that replicas have not answered."""
+    num_open_tools: int
+    """Trajectories that have tools."""
+    num_replicas: int
+    """In service; not counted as something under way."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not any(
+            (
+                self.num_trajectories,
+                self.num_conversations,
+                self.num_in_flight,
+                self.num_waiting,
+                self.num_open_tools,
+            )
+        )
+
+
+class WorkerBody(ActorBody):
+    """An `AgentLoopWorker` in an actor. All its methods belong to the actor's event loop."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, asyncio.Task[Trajectory]] = {}
+        self._servers: dict[ReplicaEndpoint, RemoteServer] = {}
+        self._wanted: set[ReplicaEndpoint] = set()
+        self._connecting: dict[ReplicaEndpoint, asyncio.Task[None]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._holding: asyncio.TimerHandle | None = None
+
+    async def build(self, spec: WorkerSpec, share: WorkerShare, endpoints: Sequence[ReplicaEndpoint]) -> None:
+        """Makes the worker.
+
+        Args:
+            spec: From what.
+            share: Which of the workers this is.
+            endpoints: Of the replicas.
+
+        Raises:
+            NoReplicaError: None of the replicas can be reached.
+            AgentConfigError, ToolError: A setting, an agent or a tool cannot be used.
+        """
+        config, self._share = spec.config, share
+        for name, agent in spec.agents.items():
+            register(name)(agent)
+        if config.agent.agent_loop_config_path is not None:
+            load_agent_loops(config.agent.agent_loop_config_path)
+        make_tools = spec.make_tools or (lambda: make_tool_executor(config.multi_turn, spec.tokens.tokenizer))
+        self._tools = make_tools()
+        self._client = await self._make_client(spec, endpoints)
+        context = AgentLoopContext(
+            client=self._client,
+            tokens=spec.tokens,
+            config=config.multi_turn,
+            budget=spec.budget,
+            tools=self._tools,
+            parser=make_parser(config.multi_turn, spec.tokens.tokenizer),
+        )
+        reward_fn = None if spec.make_reward_fn is None else spec.make_reward_fn()
+        self._worker = AgentLoopWorker(context, config.agent, reward_fn=reward_fn)
+
+    async def _make_client(self, spec: WorkerSpec, endpoints: Sequence[ReplicaEndpoint]) -> LLMServerClient:
+        """A client that admits to its part of what the replicas hold."""
+        number = self._share.number
+        self._wanted = set(endpoints)
+        await asyncio.gather(*(self._reach(endpoint) for endpoint in endpoints))
+        if not self._servers:
+            raise NoReplicaError(
+                f"at least one replica must be reached by worker {number}, got none of {len(endpoints)}; see its log"
+            )
+        config, seed = spec.config, derive_seed(spec.seed, number)
+        log, path = None, config.routing.decision_log_path
+        if path is not None:
+            log = DecisionLog(
+                Path(path).with_suffix(f".worker{number}{Path(path).suffix}"),
+                max_decisions=config.routing.max_logged_decisions,
+            )
+        return LLMServerClient(
+            list(self._servers.values()),
+            seed=seed,
+            timeout_s=config.generate_timeout_s,
+            policy=make_policy(config.routing, seed=seed),
+            admission=config.admission,
+            decision_log=log,
+            on_lost=self._note_lost,
+            num_clients=self._share.num_workers,
+        )
+
+    # Replicas
+
+    async def follow(self, endpoints: Sequence[ReplicaEndpoint]) -> None:
+        """From now on these are the replicas. Returns at once: whom it has to reach, it reaches meanwhile."""
+        self._wanted = set(endpoints)
+        for endpoint in list(self._servers):
+            if endpoint not in self._wanted:
+                self._drop(endpoint, "is out of service")
+        for endpoint in endpoints:
+            if endpoint not in self._servers and endpoint not in self._connecting:
+                self._connecting[endpoint] = asyncio.ensure_future(self._join(endpoint))
+        self._hold_or_proceed()
+
+    async def _join(self, endpoint: ReplicaEndpoint) -> None:
+        try:
+            server = await self._reach(endpoint)
+            if server is not None:
+                self._client.add_server(server)
+                self._hold_or_proceed()
+        finally:
+            del self._connecting[endpoint]
+
+    def _hold_or_proceed(self) -> None:
+        """Lets turns wait while there is no replica, but not for ever: then they fail."""
+        if self._servers:
+            if self._holding is not None:
+                self._holding.cancel()
+                self._holding = None
+            self._client.proceed()
+        elif self._holding is None:
+            self._client.hold("no replica is in service")
+            loop = asyncio.get_running_loop()
+            why = f"none has come back within {self._share.no_replica_timeout_s:g} s"
+            self._holding = loop.call_later(self._share.no_replica_timeout_s, self._client.proceed, why)
+
+    async def _reach(self, endpoint: ReplicaEndpoint) -> RemoteServer | None:
+        """The replica, started; None if it cannot be reached, or is not wanted any more."""
+        server = endpoint.connect()
+        try:
+            await server.start()
+        except EngineError as error:
+            logger.warning("the replica at %s cannot be reached: %s", endpoint.address, error)
+            return None
+        if endpoint not in self._wanted:
+            await server.disconnect()
+            return None
+        self._servers[endpoint] = server
+        return server
+
+    def _drop(self, endpoint: ReplicaEndpoint, reason: str) -> None:
+        server = self._servers.pop(endpoint)
+        self._client.remove_server(server, reason=reason)
+        leaving = asyncio.ensure_future(server.disconnect())
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+
+    def _note_lost(self, lost: AsyncServerBase, error: BaseException) -> None:
+        """The client has taken a replica out; if it is still there, the next `follow` brings it back."""
+        for endpoint, server in list(self._servers.items()):
+            if server is lost:
+                self._drop(endpoint, f"failed: {error}")
+        self._hold_or_proceed()
+
+    # Trajectories
+
+    async def run(self, number: int, task: TrajectoryTask, sampling_params: SamplingParams) -> Trajectory:
+        """Runs a trajectory; its row does not travel back.
+
+        Args:
+            number: Unique, for `cancel`.
+            task: What to run.
+            sampling_params: How to sample.
+        """
+        running = asyncio.ensure_future(self._worker.run_trajectory(task, sampling_params))
+        self._running[number] = running
+        try:
+            trajectory = await running
+        finally:
+            del self._running[number]
+        trajectory.row = {}
+        return trajectory
+
+    async def cancel(self, number: int) -> None:
+        """Ends a trajectory that nobody waits for, and waits until it has freed what it had."""
+        running = self._running.get(number)
+        if running is not None:
+            running.cancel()
+            await asyncio.wait([running])
+
+    async def report(self) -> WorkerReport:
+        """What is under way."""
+        return WorkerReport(
+            num_trajectories=len(self._running),
+            num_conversations=self._client.num_sticky,
+            num_in_flight=sum(self._client.num_in_flight.values()),
+            num_waiting=sum(server.num_waiting for server in self._servers.values()),
+            num_open_tools=self._tools.num_open,
+            num_replicas=len(self._client.num_in_flight),
+        )
+
+    async def close(self) -> None:
+        """Ends all trajectories, and lets go of tools and replicas."""
+        for running in self._running.values():
+            running.cancel()
+        ending = {*self._running.values(), *self._connecting.values()}
+        for connecting in self._connecting.values():
+            connecting.cancel()
+        if ending:
+            await asyncio.wait(ending, timeout=_CLOSE_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                await self._tools.close()
+        for endpoint in list(self._servers):
+            self._drop(endpoint, "is let go of")
+        if self._leaving:
+            await asyncio.wait(self._leaving, timeout=_CLOSE_S)

@@ -1,0 +1,358 @@
+"""The workers of a pool of replicas, each in a process of its own, replaced when it is lost.
+
+Invariant: each trajectory has one outcome. One whose worker is lost begins anew on another, once its process is gone for
+certain; what the first run had recorded has gone with the process, so that nothing of it is in any ledger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Self
+
+import msgspec
+
+from ostinato_agent_loop.errors import AgentConfigError
+from ostinato_agent_loop.ray_workers.process import WorkerBody, WorkerReport, WorkerShare, WorkerSpec
+from ostinato_agent_loop.trajectory import Trajectory
+from ostinato_agent_loop.worker import TrajectoryTask
+from ostinato_engines import SamplingParams
+from ostinato_rollout import Failure, FailureKind, RolloutScheduler, ServerPool
+from ostinato_rollout.ray_cluster import ActorLostError, ActorPlacement, ActorProcess, ClusterError, ReplicaEndpoint
+from ostinato_rollout.restarts import RestartBudget, RestartPolicy
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.2
+"""How often it is looked whether replicas have come or gone."""
+_BEATS = 4
+_CLOSE_S = 30.0
+
+
+class RayWorkers:
+    """`config.agent.num_workers` workers in actors; `workers` are those, as a manager takes them.
+
+    Together they admit no more conversations than the replicas hold: each admits to its part.
+
+    Args:
+        spec: What they are made from.
+        pool: The replicas, `RayReplica`s: started before the workers, shut down after them.
+        placements: Where they go, one for each; None: one CPU each, wherever there is room.
+        max_reruns: How often a trajectory begins anew because its worker was lost, before that is its failure.
+        silence_s: A worker that answers nothing for so long is lost; one whose event loop an agent blocks answers nothing.
+        start_timeout_s: Longest wait for a worker to be there.
+        no_replica_timeout_s: Longest time for which turns wait when no replica is in service, before they fail.
+        restarts: How often lost ones are replaced.
+
+    Raises:
+        AgentConfigError: An argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        pool: ServerPool,
+        *,
+        placements: Sequence[ActorPlacement] | None = None,
+        max_reruns: int = 1,
+        silence_s: float = 60.0,
+        start_timeout_s: float = 300.0,
+        no_replica_timeout_s: float = 300.0,
+        restarts: RestartPolicy | None = None,
+    ) -> None:
+        num_workers = spec.config.agent.num_workers
+        placements = [ActorPlacement()] * num_workers if placements is None else placements
+        if len(placements) != num_workers:
+            raise AgentConfigError(f"placements must be one for each of {num_workers} workers, got {len(placements)}")
+        if max_reruns < 0:
+            raise AgentConfigError(f"max_reruns must be at least 0, got {max_reruns}; 0 never begins anew")
+        for name, value in (
+            ("silence_s", silence_s),
+            ("start_timeout_s", start_timeout_s),
+            ("no_replica_timeout_s", no_replica_timeout_s),
+        ):
+            if not 0 < value < float("inf"):
+                raise AgentConfigError(f"{name} must be positive, got {value}; give seconds")
+        self._spec, self._pool = spec, pool
+        self._max_reruns, self._silence_s, self._start_timeout_s = max_reruns, silence_s, start_timeout_s
+        self._no_replica_timeout_s = no_replica_timeout_s
+        self._budget = RestartBudget(RestartPolicy() if restarts is None else restarts, spec.seed)
+        self._numbers = itertools.count()
+        self._changed = asyncio.Event()
+        self._letting_go: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self.workers = tuple(RayWorker(self, number, place) for number, place in enumerate(placements))
+        """One for each; they stay the same while their processes are replaced."""
+        self.num_reruns = 0
+        """Trajectories that began anew so far."""
+        self.num_replaced = 0
+        """Workers that were replaced so far."""
+
+    # Life
+
+    async def start(self) -> None:
+        """Starts all workers; if one fails, all are ended and its error is raised.
+
+        Raises:
+            ClusterError: No cluster, or no room in it.
+            AgentConfigError: The pool's replicas cannot be reached from other processes.
+            Exception: As a worker's tools, agents or reward could not be made.
+        """
+        self._endpoints()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for worker in self.workers:
+                    group.create_task(self._launch(worker))
+        except BaseException as error:
+            await self.shutdown()
+            if isinstance(error, ExceptionGroup):
+                raise error.exceptions[0] from error
+            raise
+        for worker in self.workers:
+            worker.keeping = asyncio.ensure_future(self._keep(worker))
+
+    async def shutdown(self) -> None:
+        """Ends all trajectories and workers; whoever waits for a trajectory gets a failure. A second call does nothing."""
+        self._closed = True
+        for worker in self.workers:
+            if worker.keeping is not None:
+                worker.keeping.cancel()
+        await asyncio.gather(*(self._close(worker) for worker in self.workers))
+        self._note_change()
+        if self._letting_go:
+            await asyncio.wait(self._letting_go, timeout=_CLOSE_S)
+
+    async def _close(self, worker: RayWorker) -> None:
+        if worker.keeping is not None:
+            await asyncio.wait([worker.keeping])
+        process, worker.process = worker.process, None
+        if process is not None:
+            with suppress(ClusterError, TimeoutError):
+                async with asyncio.timeout(_CLOSE_S):
+                    await process.ask("close")
+            await process.end()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.shutdown()
+
+    async def report(self) -> list[WorkerReport]:
+        """What those that are there have under way."""
+        processes = [worker.process for worker in self.workers if worker.process is not None]
+        async with asyncio.timeout(self._silence_s):
+            return list(await asyncio.gather(*(process.ask("report") for process in processes)))
+
+    # Workers
+
+    async def _launch(self, worker: RayWorker) -> None:
+        """A process for a worker, with what it needs."""
+        lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        process = ActorProcess(WorkerBody, worker.placement, on_lost=lost.set_result)
+        deadline = asyncio.timeout(self._start_timeout_s)
+        try:
+            async with deadline:
+                await process.start()
+                while not (endpoints := self._endpoints()):
+                    await asyncio.sleep(_LOOK_S)
+                share = WorkerShare(worker.number, len(self.workers), self._no_replica_timeout_s)
+                await process.ask("build", self._spec, share, endpoints)
+        except BaseException as error:
+            told = process.unplaced() if process.place is None else "no answer, or no replica was in service"
+            await process.end()
+            if isinstance(error, TimeoutError) and deadline.expired():
+                raise ClusterError(
+                    f"worker {worker.number} must start within {self._start_timeout_s:g} s, got {told}; see Ray's log of it"
+                ) from error
+            raise
+        worker.process, worker.lost, worker.failure = process, lost, ""
+        self._note_change()
+
+    async def _keep(self, worker: RayWorker) -> None:
+        """Watches over a worker, and replaces it as often as the budget allows."""
+        while True:
+            worker.failure = await self._follow(worker)
+            logger.warning("worker %d is lost: %s", worker.number, worker.failure)
+            while worker.process is None:
+                wait_s = self._budget.take(worker.number, time.monotonic())
+                if isinstance(wait_s, str):
+                    worker.is_given_up = True
+                    logger.error("worker %d is given up: it %s; %s", worker.number, wait_s, worker.failure)
+                    self._note_change()
+                    return
+                await asyncio.sleep(wait_s)
+                try:
+                    await self._launch(worker)
+                    self.num_replaced += 1
+                # Whatever keeps a worker from coming back is told, and tried again within the budget.
+                except Exception as error:
+                    worker.failure = f"{type(error).__name__}: {error}"
+                    logger.warning("worker %d could not be replaced: %s", worker.number, worker.failure)
+
+    async def _follow(self, worker: RayWorker) -> str:
+        """Tells a worker of its replicas until it is lost; in words, how. Its process is gone then."""
+        process, lost = worker.process, worker.lost
+        assert process is not None
+        assert lost is not None
+        told: tuple[ReplicaEndpoint, ...] | None = None
+        told_at = 0.0
+        try:
+            while not lost.done():
+                endpoints = self._endpoints()
+                if endpoints != told or time.monotonic() - told_at > self._silence_s / _BEATS:
+                    async with asyncio.timeout(self._silence_s):
+                        await process.ask("follow", endpoints)
+                    told, told_at = endpoints, time.monotonic()
+                await asyncio.wait([lost], timeout=min(_LOOK_S, self._silence_s / _BEATS))
+            return lost.result()
+        except TimeoutError:
+            return (
+                f"it must answer within {self._silence_s:g} s, got silence; see whether an agent blocks its event loop"
+            )
+        except ClusterError as error:
+            return str(error)
+        finally:
+            worker.process = None
+            await process.end()
+
+    def _endpoints(self) -> tuple[ReplicaEndpoint, ...]:
+        """Of the replicas in service."""
+        found = []
+        for server in self._pool.servers:
+            endpoint = getattr(server, "endpoint", None)
+            if endpoint is not None:
+                found.append(endpoint)
+            elif not hasattr(server, "endpoint"):
+                raise AgentConfigError(
+                    f"replicas must be reachable from workers in other processes, got {type(server).__name__}; use RayReplica"
+                )
+        return tuple(found)
+
+    def _note_change(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    # Trajectories
+
+    async def run(self, preferred: RayWorker, task: TrajectoryTask, sampling_params: SamplingParams) -> Trajectory:
+        """Runs a trajectory on a worker, or, while that is not there, on the one with the least under way."""
+        where = f"trajectory {task.trajectory_id}, agent {task.agent}"
+        for attempt in itertools.count():
+            try:
+                worker = await self._there(preferred)
+                trajectory = await self._run_on(worker, task, sampling_params, attempt)
+            except ActorLostError as error:
+                if attempt < self._max_reruns and not self._closed:
+                    self.num_reruns += 1
+                    logger.warning("%s begins anew, because its worker is lost: %s", where, error)
+                    continue
+                return _failed(task, Failure.from_error(error, where, kind=FailureKind.AGENT))
+            # What cannot cross to a worker or back belongs to this trajectory alone.
+            except Exception as error:
+                logger.error("%s failed", where, exc_info=error)
+                return _failed(task, Failure.from_error(error, where))
+            trajectory.row, trajectory.trajectory_id = task.row, task.trajectory_id
+            for segment in trajectory.segments:
+                segment.trajectory_id = task.trajectory_id
+            return trajectory
+        raise AssertionError("attempts never end by themselves")
+
+    async def _run_on(
+        self, worker: RayWorker, task: TrajectoryTask, params: SamplingParams, attempt: int
+    ) -> Trajectory:
+        process, number = worker.process, next(self._numbers)
+        assert process is not None
+        # Replicas may not have noticed yet that the first run is over: its conversations have names of their own.
+        if attempt:
+            task = msgspec.structs.replace(task, trajectory_id=f"{task.trajectory_id}~{attempt}")
+        worker.num_under_way += 1
+        try:
+            return await process.ask("run", number, task, params)
+        except ActorLostError:
+            await process.end()
+            raise
+        except asyncio.CancelledError:
+            letting_go = asyncio.ensure_future(_let_go(process, number))
+            self._letting_go.add(letting_go)
+            letting_go.add_done_callback(self._letting_go.discard)
+            raise
+        finally:
+            worker.num_under_way -= 1
+
+    async def _there(self, preferred: RayWorker) -> RayWorker:
+        """A worker that is there, waiting for one that is being replaced if there is no other."""
+        deadline = asyncio.timeout(self._start_timeout_s)
+        try:
+            async with deadline:
+                while True:
+                    if self._closed:
+                        raise ClusterError("workers must be running, are shut down; create new ones")
+                    there = [worker for worker in self.workers if worker.process is not None]
+                    if there:
+                        return preferred if preferred in there else min(there, key=lambda worker: worker.num_under_way)
+                    if all(worker.is_given_up for worker in self.workers):
+                        raise ClusterError(
+                            f"at least one worker must be there, got none: {self._causes()}; restart them"
+                        )
+                    await self._changed.wait()
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise ClusterError(
+                f"a worker must be there within {self._start_timeout_s:g} s, got none: {self._causes()}; see their logs"
+            ) from error
+
+    def _causes(self) -> str:
+        return "; ".join(f"worker {worker.number}: {worker.failure or 'not started'}" for worker in self.workers)
+
+
+class RayWorker:
+    """One of the workers: runs trajectories as an `AgentLoopWorker` does, in a process that may change."""
+
+    def __init__(self, workers: RayWorkers, number: int, placement: ActorPlacement) -> None:
+        self._workers = workers
+        self.number, self.placement = number, placement
+        self.process: ActorProcess | None = None
+        """While it is there."""
+        self.lost: asyncio.Future[str] | None = None
+        self.keeping: asyncio.Task[None] | None = None
+        self.failure = ""
+        """Why it is not there."""
+        self.is_given_up = False
+        """Whether it has been replaced too often."""
+        self.num_under_way = 0
+        """Trajectories."""
+
+    async def run_trajectory(self, task: TrajectoryTask, sampling_params: SamplingParams) -> Trajectory:
+        """Run one trajectory and its reward. Failures are in what is returned; raises CancelledError if it is cancelled."""
+        return await self._workers.run(self, task, sampling_params)
+
+    async def generate_sequences(
+        self, tasks: Sequence[TrajectoryTask], sampling_params: SamplingParams, *, concurrency: int = 256
+    ) -> list[Trajectory]:
+        """Run all tasks, so many at a time; return their trajectories in the order of the tasks."""
+
+        async def run(task: TrajectoryTask) -> Trajectory:
+            return await self.run_trajectory(task, sampling_params)
+
+        results: list[Any] = await RolloutScheduler().run(tasks, run, concurrency=concurrency)
+        return [
+            _failed(task, result) if isinstance(result, Failure) else result
+            for task, result in zip(tasks, results, strict=True)
+        ]
+
+
+async def _let_go(process: ActorProcess, number: int) -> None:
+    """Ends a trajectory that nobody waits for."""
+    with suppress(ClusterError):
+        await process.ask("cancel", number)
+
+
+def _failed(task: TrajectoryTask, failure: Failure) -> Trajectory:
+    return Trajectory(group_id=task.group_id, trajectory_id=task.trajectory_id, row=task.row, failure=failure)
