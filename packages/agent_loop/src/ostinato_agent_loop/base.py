@@ -15,6 +15,7 @@ from ostinato_agent_loop.errors import AgentConfigError
 from ostinato_agent_loop.output import AgentLoopOutput
 from ostinato_engines import SamplingParams
 from ostinato_rollout import ChatSession, LLMServerClient, SessionBudget
+from ostinato_rollout.tracing import Tracer, TrajectoryTrace
 from ostinato_tokenization import ContinuousTokens
 from ostinato_tools import ToolExecutor, ToolParser
 
@@ -43,14 +44,24 @@ class AgentLoopContext:
     """Which row's group it belongs to."""
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered while a conversation waits for its place: the trajectory's clock stands still then."""
+    tracer: Tracer | None = None
+    """Records trajectories."""
+    trace: TrajectoryTrace | None = None
+    """Records this trajectory; None: it is not among those that are recorded."""
     sessions: list[ChatSession] = dataclasses.field(default_factory=list)
     """What `open_session` gave out; closed by the worker if the agent does not."""
 
     def for_trajectory(
-        self, group_id: str, trajectory_id: str, waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        group_id: str,
+        trajectory_id: str,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        trace: TrajectoryTrace | None = None,
     ) -> AgentLoopContext:
         """Return the context of another trajectory."""
-        return dataclasses.replace(self, group_id=group_id, trajectory_id=trajectory_id, waiting=waiting, sessions=[])
+        return dataclasses.replace(
+            self, group_id=group_id, trajectory_id=trajectory_id, waiting=waiting, trace=trace, sessions=[]
+        )
 
     def open_session(
         self,
@@ -83,6 +94,7 @@ class AgentLoopContext:
             group=self.trajectory_id or None,
             waiting=self.waiting,
             call_id_prefix=call_id_prefix,
+            trace=self.trace,
         )
         self.sessions.append(session)
         return session

@@ -11,6 +11,7 @@ import msgspec
 
 from ostinato_engines import SamplingParams
 from ostinato_rollout import AdmissionConfig, RoutingConfig, SessionConfig
+from ostinato_rollout.tracing import TraceConfig
 from ostinato_tools import TruncateSide, TruncateUnit
 
 
@@ -183,6 +184,8 @@ class RolloutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Which replica serves a turn."""
     admission: AdmissionConfig = AdmissionConfig()
     """How many conversations are under way at a time."""
+    trace: TraceConfig = TraceConfig()
+    """What trajectories did, kept to be looked at."""
     generate_timeout_s: float = 600.0
     """Seconds that one turn may take, with what becomes of it when the engine aborts it, before the trajectory fails."""
 

@@ -31,6 +31,7 @@ from ostinato_rollout import (
     derive_seed,
     make_policy,
 )
+from ostinato_rollout.tracing import Tracer, make_tracer
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens
 from ostinato_tools import ToolExecutor, ToolParser, TruncateUnit, get_parser, load_tools, parser_for
 
@@ -50,6 +51,7 @@ class AgentLoopManager:
         reward_fn: Scores each trajectory as soon as it ends; None: only agents' own scores.
         seed: Root of all seeds of this manager.
         colocated: Wake the pool before a batch and put it to sleep after it.
+        tracer: Records trajectories; made from `config.trace` if None. `close` closes it.
 
     Raises:
         AgentConfigError, UnknownAgentError, ToolError: A setting, an agent or a tool cannot be used.
@@ -67,6 +69,7 @@ class AgentLoopManager:
         reward_fn: RewardFn | None = None,
         seed: int = 0,
         colocated: bool = False,
+        tracer: Tracer | None = None,
     ) -> None:
         if pool is None and (client is None or colocated):
             raise AgentConfigError(
@@ -81,14 +84,20 @@ class AgentLoopManager:
         if config.agent.agent_loop_config_path is not None:
             load_agent_loops(config.agent.agent_loop_config_path)
         self.check_agents([config.agent.default_agent_loop])
+        tools = make_tool_executor(config.multi_turn, tokens.tokenizer) if tools is None else tools
+        parser = make_parser(config.multi_turn, tokens.tokenizer)
+        if tracer is None:  # last, since it has a thread
+            tracer = make_tracer(config.trace, decoder=tokens.tokenizer, num_workers=config.agent.num_workers)
+        self._tracer = tracer
         context = AgentLoopContext(
             client=client,
             tokens=tokens,
             config=config.multi_turn,
             budget=budget,
-            tools=make_tool_executor(config.multi_turn, tokens.tokenizer) if tools is None else tools,
-            parser=make_parser(config.multi_turn, tokens.tokenizer),
+            tools=tools,
+            parser=parser,
             agent=config.agent,
+            tracer=tracer,
         )
         self._workers = [
             AgentLoopWorker(context, config.agent, reward_fn=reward_fn) for _ in range(config.agent.num_workers)
@@ -139,7 +148,15 @@ class AgentLoopManager:
             trajectories = await self._run(tasks, n, params)
         finally:
             await self._rest()
-        return RolloutBatch(trajectories, batch_metrics(trajectories))
+        metrics = batch_metrics(trajectories)
+        if self._tracer is not None:
+            metrics |= self._tracer.metrics()
+        return RolloutBatch(trajectories, metrics)
+
+    async def close(self) -> None:
+        """Write out what the tracer still has, within its deadline. Closing again does nothing."""
+        if self._tracer is not None:
+            await self._tracer.aclose()
 
     def _tasks(self, rows: Sequence[Mapping[str, Any]], *, n: int, step: int, validate: bool) -> list[TrajectoryTask]:
         agents = [self._agent(index, row) for index, row in enumerate(rows)]

@@ -21,9 +21,11 @@ from ostinato_agent_loop.errors import AgentLoopOutputError, RewardResultError
 from ostinato_agent_loop.output import AgentLoopOutput
 from ostinato_agent_loop.registry import agent_loop_class
 from ostinato_agent_loop.reward import RewardFn, RewardResult
+from ostinato_agent_loop.tracing import traced_reward, traced_trajectory
 from ostinato_agent_loop.trajectory import Trajectory
 from ostinato_engines import SamplingParams
 from ostinato_rollout import Failure, FailureKind, RequestTimeoutError, RolloutScheduler, log_dump
+from ostinato_rollout.tracing import TrajectoryLabels, TrajectoryTrace
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +99,20 @@ class AgentLoopWorker:
 
     async def run_trajectory(self, task: TrajectoryTask, sampling_params: SamplingParams) -> Trajectory:
         """Run one trajectory and its reward. Raises nothing but CancelledError from outside."""
+        tracer = self._context.tracer
+        trace = None if tracer is None else tracer.trajectory(_labels(task))
+        if trace is None:
+            return await self._run(task, sampling_params, None)
+        running = self._run(task, sampling_params, trace)
+        return await traced_trajectory(
+            trace, running, row=task.row, trajectory_id=task.trajectory_id, tools=self._context.tools
+        )
+
+    async def _run(
+        self, task: TrajectoryTask, sampling_params: SamplingParams, trace: TrajectoryTrace | None
+    ) -> Trajectory:
         clock = TrajectoryClock(self._config.trajectory_timeout_s)
-        context = self._context.for_trajectory(task.group_id, task.trajectory_id, clock.stopped)
+        context = self._context.for_trajectory(task.group_id, task.trajectory_id, clock.stopped, trace)
         where = f"trajectory {task.trajectory_id}, agent {task.agent}"
         if task.seed is not None:
             sampling_params = msgspec.structs.replace(sampling_params, seed=task.seed)
@@ -122,7 +136,8 @@ class AgentLoopWorker:
         )
         trajectory.failure = next((output.failure for output in outputs if output.failure is not None), None)
         if trajectory.failure is None:
-            await self._score(trajectory, f"reward of trajectory {task.trajectory_id}")
+            scoring = self._score(trajectory, f"reward of trajectory {task.trajectory_id}")
+            await (scoring if trace is None else traced_reward(trace, trajectory, scoring))
         return trajectory
 
     async def _score(self, trajectory: Trajectory, where: str) -> None:
@@ -182,6 +197,18 @@ async def _run_agent(
         output.check()
         output.group_id, output.trajectory_id, output.segment_index = task.group_id, task.trajectory_id, index
     return outputs
+
+
+def _labels(task: TrajectoryTask) -> TrajectoryLabels:
+    return TrajectoryLabels(
+        sample_index=task.sample_index,
+        step=task.step,
+        rollout_n=task.rollout_n,
+        validate=task.validate,
+        group_id=task.group_id,
+        trajectory_id=task.trajectory_id,
+        agent=task.agent,
+    )
 
 
 def _is_cancelled_from_outside() -> bool:
