@@ -8,14 +8,11 @@ no reward and no server.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import time
 from collections import deque
 from collections.abc import AsyncIterable, Iterable, Sequence
 from itertools import islice
 from typing import Any, Generic
-
-import msgspec
 
 from ostinato_rollout.activity import SchedulerActivity
 from ostinato_rollout.diagnostics import discard, register
@@ -26,6 +23,7 @@ from ostinato_rollout.group_steps import Ended, GroupSteps, StreamCallbacks
 from ostinato_rollout.item_attempts import Progress, all_ended
 from ostinato_rollout.open_group import OpenGroup, groups_of
 from ostinato_rollout.prompt_source import PromptSource
+from ostinato_rollout.step_tasks import StepTasks
 from ostinato_rollout.stream_types import (
     DroppedGroup,
     Group,
@@ -43,15 +41,6 @@ from ostinato_rollout.version_window import VersionWindow
 
 _VERSION_POLL_S = 0.05
 _VERSION = "the policy version"
-
-
-class _Step(msgspec.Struct, frozen=True):
-    """Something that is under way."""
-
-    group: OpenGroup[Any, Any]
-    number: int | None
-    """Of the run; None: `keep_group` is asked."""
-    began: float
 
 
 class GroupStream(Generic[Prompt, Result]):
@@ -76,7 +65,7 @@ class GroupStream(Generic[Prompt, Result]):
         self._is_judged = callbacks.keep_group is not None
         self._window = VersionWindow.of(callbacks.current_version, options)
         self._progress = Progress()
-        self._work = GroupSteps(
+        work = GroupSteps(
             callbacks,
             n=n,
             timeout_s=item_timeout_s,
@@ -84,14 +73,12 @@ class GroupStream(Generic[Prompt, Result]):
             look=self._look,
             progress=self._progress,
         )
+        self._work, self._tasks = work, StepTasks(work, progress=self._progress, on_end=self._ended)
         self._fates = Fates(options.max_dropped_in_row)
-        self._context = contextvars.copy_context()
         self._changed = asyncio.Event()
         self._open: dict[int, OpenGroup[Prompt, Result]] = {}
         self._ready: dict[int, OpenGroup[Prompt, Result]] = {}
         self._to_do: deque[tuple[OpenGroup[Prompt, Result], int | None]] = deque()
-        self._steps: dict[asyncio.Task[Ended], _Step] = {}
-        self._interrupted: set[asyncio.Task[Ended]] = set()
         self._num_demanded = 0
         self._source_is_over = self._is_closed = False
         self._error: BaseException | None = None
@@ -199,14 +186,10 @@ class GroupStream(Generic[Prompt, Result]):
 
     def activity(self) -> SchedulerActivity:
         """Return what it is doing now."""
-        now = time.monotonic()
-        under_way: dict[int, float] = {}
-        for step in list(self._steps.values()):
-            under_way[step.group.index] = max(under_way.get(step.group.index, 0.0), now - step.began)
         return SchedulerActivity(
             num_done=self._progress.num_done,
-            under_way=under_way,
-            idle_s=now - self._progress.last_end,
+            under_way=self._tasks.seconds_by_index(),
+            idle_s=time.monotonic() - self._progress.last_end,
             num_ready=len(self._ready),
             fates={fate.value: count for fate, count in self._fates.counts.items()},
             held_by=self._held_by,
@@ -237,12 +220,12 @@ class GroupStream(Generic[Prompt, Result]):
             return
 
     def _ending(self) -> set[asyncio.Task[Any]]:
-        return self._interrupted | self._source.ending
+        return self._tasks.ending | self._source.ending
 
     def _advance(self) -> None:
         """Begin everything that can be begun now."""
         self._look()
-        while not self._is_closed and not self._has_enough() and len(self._steps) < self._concurrency:
+        while not self._is_closed and not self._has_enough() and len(self._tasks) < self._concurrency:
             step = self._next_step()
             if step is None:
                 return
@@ -250,7 +233,7 @@ class GroupStream(Generic[Prompt, Result]):
             if number is None and not self._is_judged:
                 self._keep(group)
             else:
-                self._begin(group, number)
+                self._tasks.begin(group, number)
 
     def _go_on(self) -> None:
         self._advance()
@@ -284,44 +267,40 @@ class GroupStream(Generic[Prompt, Result]):
             return _VERSION
         return ""
 
-    def _begin(self, group: OpenGroup[Prompt, Result], number: int | None) -> None:
-        task = asyncio.create_task(self._work.do(group, number), context=self._context.copy())
-        self._steps[task] = _Step(group, number, time.monotonic())
-        group.tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[Ended]) -> None:
+    def _ended(self, group: OpenGroup[Prompt, Result], number: int | None, ended: Ended | None) -> None:
         """Take in what a step has brought, if its group is still wanted."""
-        step = self._steps.pop(task)
-        step.group.tasks.discard(task)
-        self._progress.end()
-        was_interrupted = task in self._interrupted
-        self._interrupted.discard(task)
-        if self._is_open(step.group):
-            if was_interrupted and (task.cancelled() or step.number is None):
-                self._to_do.append((step.group, step.number))
+        if self._is_open(group):
+            if ended is None:
+                self._to_do.append((group, number))
+            elif number is None:
+                self._decide(group, ended)
             else:
-                self._take_in(step, self._work.outcome(task, step.group, step.number))
+                self._record(group, number, ended)
         self._go_on()
 
-    def _take_in(self, step: _Step, ended: Ended) -> None:
-        group, failure = step.group, ended.failure
-        if failure is not None and (step.number is None or self._options.on_failure is OnFailure.DROP):
+    def _record(self, group: OpenGroup[Prompt, Result], number: int, ended: Ended) -> None:
+        """Take in the end of a run."""
+        failure = ended.failure
+        if failure is not None and self._options.on_failure is OnFailure.DROP:
             self._drop(group, GroupFate.FAILED, failure.where, failure)
-        elif step.number is None:
-            if ended.value is True:
-                self._keep(group)
-            else:
-                self._drop(group, GroupFate.FILTERED, ended.value or "keep_group said no")
+            return
+        if failure is not None and ended.is_raised:
+            group.add_failure(number, failure)
         else:
-            if failure is not None and ended.is_raised:
-                group.add_failure(step.number, failure)
-            else:
-                group.add_result(step.number, ended.value, ended.version)
-            if self._is_stale(group):
-                self._drop_as_stale(group)
-            elif group.is_complete:
-                self._to_do.appendleft((group, None))
+            group.add_result(number, ended.value, ended.version)
+        if self._is_stale(group):
+            self._drop_as_stale(group)
+        elif group.is_complete:
+            self._to_do.appendleft((group, None))
+
+    def _decide(self, group: OpenGroup[Prompt, Result], ended: Ended) -> None:
+        """Take in what `keep_group` has answered."""
+        if ended.failure is not None:
+            self._drop(group, GroupFate.FAILED, ended.failure.where, ended.failure)
+        elif ended.value is True:
+            self._keep(group)
+        else:
+            self._drop(group, GroupFate.FILTERED, ended.value or "keep_group said no")
 
     def _draw(self, prompt: Prompt) -> None:
         """Take in a prompt; one that comes when nothing more is begun is left over like those under way."""
@@ -350,7 +329,7 @@ class GroupStream(Generic[Prompt, Result]):
     ) -> None:
         self._open.pop(group.index, None)
         self._ready.pop(group.index, None)
-        self._interrupt(group)
+        self._tasks.interrupt(group)
         self._fates.drop(group.index, fate, reason, failure)
         stalled = self._fates.stalled()
         if stalled is not None:
@@ -383,12 +362,7 @@ class GroupStream(Generic[Prompt, Result]):
             if self._options.leftover is Leftover.CANCEL:
                 self._drop(group, GroupFate.CANCELLED, "the stream ended before it was finished")
             else:
-                self._interrupt(group)
-
-    def _interrupt(self, group: OpenGroup[Prompt, Result]) -> None:
-        self._interrupted |= group.tasks
-        for task in group.tasks:
-            task.cancel()
+                self._tasks.interrupt(group)
 
     def _end_source(self, error: BaseException | None = None) -> None:
         """Draw no more prompts; what is under way goes on. The first error is the one that is raised."""
