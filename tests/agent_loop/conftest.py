@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ostinato_agent_loop import AgentConfig, AgentLoopManager, MultiTurnConfig, RewardResult, RolloutConfig
+from ostinato_agent_loop import AgentConfig, AgentLoopManager, MultiTurnConfig, RewardResult, RolloutConfig, register
 from ostinato_engines.testing import ScriptedServer
 from ostinato_rollout import ServerPool, SessionBudget
 from ostinato_tokenization import ContinuousTokens
@@ -116,6 +116,20 @@ class World:
 def world() -> World:
     """See World."""
     return World()
+
+
+@pytest.fixture
+def graph_agent():
+    """Registers an agent of the graph that a function of model and tools builds; members of the class may be given, too."""
+    langgraph_agent = pytest.importorskip("ostinato_agent_loop.langgraph_agent", reason="needs the extra langgraph")
+
+    def make(build, *, name="graph_of_a_test", **members):
+        members = {"build_graph": lambda self, model, tools: build(model, tools), **members}
+        cls = type("GraphOfATest", (langgraph_agent.LangGraphAgentLoop,), members)
+        register(name)(cls)
+        return name
+
+    return make
 
 
 @pytest.fixture

@@ -64,6 +64,8 @@ class GraphConversations:
         """Turns that were sampled or are being sampled."""
         self.num_user_turns = 0
         """How often a conversation went on after a turn."""
+        self.num_continuations = 0
+        """Histories that brought earlier turns; of these, `num_user_turns` went on in a conversation as its tokens are."""
 
     @property
     def chats(self) -> list[ChatSession]:
@@ -98,6 +100,7 @@ class GraphConversations:
         tracked = self._tracked.find(messages, tools)
         goes_on = tracked is not None and tracked.answered
         self._check_limits(goes_on)
+        self.num_continuations += any(message["role"] == "assistant" for message in messages)
         self.num_assistant_turns += 1
         number = self.num_assistant_turns - 1
         is_counted = False
