@@ -151,6 +151,10 @@ class ToolAgentLoop(AgentLoopBase):
             episode.turn_scores.append(sum(rewards))
         messages = iter([outcome.message for outcome in outcomes])
         answers = [next(messages) if ran else refusal(call, limit) for call, ran in zip(calls, allowed, strict=True)]
+        if self.context.trace is not None:
+            for call, ran, answer in zip(calls, allowed, answers, strict=True):
+                if not ran:
+                    self.context.trace.tool_call_not_run(call, answer["content"])
         return answers, any(outcome.terminate for outcome in outcomes)
 
     def _limit(self, episode: Episode) -> TrajectoryEnd | None:

@@ -18,6 +18,7 @@ from ostinato_agent_loop.rows import row_tool_selection
 from ostinato_engines.device import seed_all
 from ostinato_engines.versions import installed_versions
 from ostinato_rollout import ServerPool, SessionBudget, dumps_on_signal
+from ostinato_rollout.tracing import completed
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens
 from ostinato_tools import ToolExecutor
 from ostinato_trainer.chat_template import chat_template_text, write_chat_template
@@ -90,6 +91,7 @@ async def _run(config: Config, callbacks: Sequence[TrainerCallback]) -> None:
         stack.enter_context(dumps_on_signal())
         loggers = Loggers.from_config(config)
         stack.callback(loggers.close)
+        stack.push_async_callback(manager.close)
         stack.push_async_callback(pool.shutdown)
         stack.push_async_callback(tools.close)
         await pool.start()
@@ -127,6 +129,13 @@ def build_manager(
 ) -> AgentLoopManager:
     """`AgentLoopManager`, or the class that `agent.agent_loop_manager_class` names."""
     rollout = config.actor_rollout_ref.rollout
+    trace = completed(
+        rollout.trace,
+        project_name=config.trainer.project_name,
+        experiment_name=config.trainer.experiment_name,
+        folder=config.trainer.local_dir,
+    )
+    rollout = msgspec.structs.replace(rollout, trace=trace)
     tokens = ContinuousTokens(tokenizer, template_kwargs=config.data.apply_chat_template_kwargs)
     budget = SessionBudget(
         max_prompt_tokens=config.data.max_prompt_length,

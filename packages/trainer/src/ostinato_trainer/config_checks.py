@@ -111,6 +111,11 @@ def unread_keys(config: Config, written: Collection[str]) -> list[str]:
         (not config.data.shuffle, "data.shuffle is false", ("data.seed",)),
         (
             True,
+            f"{_ROLLOUT}.trace.backend is {rollout.trace.backend or 'null'}",
+            tuple(f"{_ROLLOUT}.trace.{name}" for name in rollout.trace.unread),
+        ),
+        (
+            True,
             f"{_ROLLOUT}.name is {rollout.name}",
             tuple(
                 f"{_ROLLOUT}.engine_kwargs.{name}"

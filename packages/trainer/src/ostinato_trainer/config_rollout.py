@@ -14,6 +14,7 @@ from ostinato_agent_loop import (
     ValidationSamplingConfig,
 )
 from ostinato_agent_loop import RolloutConfig as AgentRolloutConfig
+from ostinato_rollout.tracing import TraceConfig
 
 __all__ = [
     "AgentConfig",
@@ -21,6 +22,7 @@ __all__ = [
     "EngineKwargsConfig",
     "MultiTurnConfig",
     "RolloutConfig",
+    "TraceConfig",
     "ValidationSamplingConfig",
 ]
 

@@ -5,12 +5,16 @@ Where the tracking server is, MLflow itself decides (`MLFLOW_TRACKING_URI`).
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Final
 
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
 import mlflow  # pyright: ignore[reportMissingImports]  (an extra)
 
+from ostinato_rollout.tracing.mlflow_store import open_experiment, resolved_uri
 from ostinato_trainer.config import Config
 from ostinato_trainer.config_docs import config_rows
 from ostinato_trainer.config_loading import flat_values
@@ -36,7 +40,8 @@ class MlflowLogger:
 
     def __init__(self, config: Config) -> None:
         try:
-            mlflow.set_experiment(config.trainer.project_name)
+            _, experiment_id = open_experiment(resolved_uri(None), config.trainer.project_name)
+            mlflow.set_experiment(experiment_id=experiment_id)
             self._run = mlflow.start_run(run_name=config.trainer.experiment_name)
             values = flat_values(config)
             mlflow.log_params({row.key: str(values[row.key])[:_MAX_PARAM_CHARS] for row in config_rows()})

@@ -36,6 +36,13 @@ class TraceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     shutdown_timeout_s: float = 10.0
     """Seconds that the end of a run waits for spans to be written."""
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Names of the settings that have no effect with this backend."""
+        if self.backend is None:
+            return tuple(name for name in self.__struct_fields__ if name != "backend")
+        return ("path",) if self.backend is TraceBackend.MLFLOW else ("project_name", "tracking_uri")
+
     def __post_init__(self) -> None:
         for name, minimum in (("max_samples_per_step_per_worker", 0), ("max_queued_spans", 1)):
             value = getattr(self, name)
