@@ -25,6 +25,7 @@ from ostinato_agent_loop.worker import AgentLoopWorker, TrajectoryTask
 from ostinato_engines import AsyncServerBase, EngineError, SamplingParams
 from ostinato_rollout import DecisionLog, LLMServerClient, NoReplicaError, SessionBudget, derive_seed, make_policy
 from ostinato_rollout.ray_cluster import ActorBody, ReplicaEndpoint
+from ostinato_rollout.tracing import Tracer, make_tracer
 from ostinato_rollout.transport import RemoteServer
 from ostinato_tokenization import ContinuousTokens
 from ostinato_tools import ToolExecutor
@@ -104,6 +105,7 @@ class WorkerBody(ActorBody):
         self._wanted: set[ReplicaEndpoint] = set()
         self._connecting: dict[ReplicaEndpoint, asyncio.Task[None]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
+        self._tracer: Tracer | None = None
         self._holding: asyncio.TimerHandle | None = None
 
     async def build(self, spec: WorkerSpec, share: WorkerShare, endpoints: Sequence[ReplicaEndpoint]) -> None:
@@ -126,6 +128,7 @@ class WorkerBody(ActorBody):
         make_tools = spec.make_tools or (lambda: make_tool_executor(config.multi_turn, spec.tokens.tokenizer))
         self._tools = make_tools()
         self._client = await self._make_client(spec, endpoints)
+        self._tracer = make_tracer(config.trace, decoder=spec.tokens.tokenizer, num_workers=share.num_workers)
         context = AgentLoopContext(
             client=self._client,
             tokens=spec.tokens,
@@ -133,6 +136,8 @@ class WorkerBody(ActorBody):
             budget=spec.budget,
             tools=self._tools,
             parser=make_parser(config.multi_turn, spec.tokens.tokenizer),
+            agent=config.agent,
+            tracer=self._tracer,
         )
         reward_fn = None if spec.make_reward_fn is None else spec.make_reward_fn()
         self._worker = AgentLoopWorker(context, config.agent, reward_fn=reward_fn)
@@ -276,6 +281,8 @@ class WorkerBody(ActorBody):
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
                 await self._tools.close()
+        if self._tracer is not None:
+            await self._tracer.aclose()
         for endpoint in list(self._servers):
             self._drop(endpoint, "is let go of")
         if self._leaving:
