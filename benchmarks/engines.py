@@ -186,7 +186,7 @@ def measured_elsewhere(arguments: argparse.Namespace) -> dict[str, float | None]
     vllm = sglang = None
     if (python := interpreter_with("vllm")) is not None:
         # Two engines share the device.
-        parts = ("--part", "speed", "--offline", "--engine-args", json.dumps({"gpu_memory_utilization": 0.4}))
+        parts = ("--parts", "speed", "--offline", "--engine-args", json.dumps({"gpu_memory_utilization": 0.4}))
         vllm = last_record([python, "-m", "benchmarks.vllm_server", *parts, *sizes], "tok_s_logprobs")
     if (python := interpreter_with("sglang")) is not None:
         parts = ("--parts", "speed", "--python", python)

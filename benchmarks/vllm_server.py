@@ -1,14 +1,18 @@
-"""VLLMServer on this machine: does it keep the contract, how fast is it, and what do logprobs and updates cost.
+"""VLLMServer on this machine: does it keep the contract, how fast is it, and what do logprobs, seeds and updates cost.
 
-    python -m benchmarks.vllm_server [--part conformance|speed|update|sleep] [--shape small|smollm2-135m|qwen3-1.7b | --model FOLDER]
-        [--dtype NAME] [--eager] [--requests N] [--new-tokens N] [--pairs N] [--tensor-parallel N] [--tolerance X] [--offline] [--seeds]
+    python -m benchmarks.vllm_server [--parts conformance,speed,draw,update,sleep] [--shape small|smollm2-135m|qwen3-1.7b | --model FOLDER]
+        [--dtype NAME] [--eager] [--requests N] [--new-tokens N] [--pairs N] [--ways NAMES] [--tensor-parallel N] [--tolerance X] [--offline]
+        [--engine-args JSON]
 
-Runs in an environment that has vllm and ostinato-engines. The model is random with the given shape, unless a checkpoint is named. `speed`
-interleaves the same requests without and with the sampled token's logprob, and through vLLM's own final-only way; medians count.
-`vllm_logprob_cost` is the share of the tokens per second that logprobs take; `vllm_vs_plain` compares with vLLM asked directly, with its default
-form of logprobs; `vllm_vs_offline`, with --offline, with `LLM.generate` of a second engine that shares the device. `spread` gives the least and the
-most tokens per second of each way. `update` gives seconds of a whole weight update and its ratio to copying the same bytes once, for weights on the
-host, and on a device where there is one. `sleep` gives the device memory that each level frees. The last line is JSON.
+Runs in an environment that has vllm and ostinato-engines. The model is random with the given shape, unless a checkpoint is named. One server does
+all parts in their order (conformance ends it); each prints a line of JSON, and `speed` one after every round, so that a run that is cut keeps what it
+has read. `speed` interleaves the same requests in several ways: `none`, without logprobs; `logprobs`, with the sampled token's; `seeded`, the same
+with a seed for each request; `plain`, through vLLM's own final-only way, with its default form of logprobs; with --offline also `offline`, through
+`LLM.generate` of a second engine that shares the device. Medians count. `vllm_logprob_cost` and `vllm_seed_cost` are the shares of the tokens per
+second that logprobs and seeds take; `vllm_vs_plain` and `vllm_vs_offline` compare. `spread` gives the least and the most tokens per second of each
+way. `draw` gives the milliseconds that drawing one token for each of N seeded requests takes, by vLLM and by us. `update` gives seconds of a whole
+weight update and its ratio to copying the same bytes once, for weights on the host, and on a device where there is one. `sleep` gives the device
+memory that each level frees.
 """
 
 import argparse
@@ -19,8 +23,9 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -125,35 +130,40 @@ async def speed(server: VLLMServer, options: argparse.Namespace, model: Any) -> 
     generator = torch.Generator().manual_seed(0)
     shape = (options.requests, PROMPT_TOKENS)
     prompts = torch.randint(0, model.config.vocab_size, shape, generator=generator).tolist()
-    ways: dict[str, Callable[[], Awaitable[None]]] = {
+    known: dict[str, Callable[[], Awaitable[None]]] = {
         "none": lambda: ours(server, prompts, options.new_tokens, logprobs=False),
-        "logprobs": lambda: ours(server, prompts, options.new_tokens, logprobs=True),
-        **({"seeded": lambda: ours(server, prompts, options.new_tokens, seeds=True)} if options.seeds else {}),
+        "logprobs": lambda: ours(server, prompts, options.new_tokens),
+        "seeded": lambda: ours(server, prompts, options.new_tokens, seeds=True),
         "plain": lambda: plain(server, prompts, options.new_tokens),
     }
+    ways = {name: known[name] for name in options.ways}
     if options.offline:
         llm = await asyncio.to_thread(offline_engine, options)
         ways["offline"] = lambda: asyncio.to_thread(offline, llm, prompts, options.new_tokens)
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    num_tokens = options.requests * options.new_tokens
+    rates: dict[str, list[float]] = {name: [] for name in ways}
     for round_number in range(options.pairs + 1):
         for name, way in ways.items():
             await server.reset_prefix_cache()
             start = time.perf_counter()
             await way()
-            if round_number:  # the first warms up
-                seconds[name].append(time.perf_counter() - start)
-    num_tokens = options.requests * options.new_tokens
-    rates = {name: sorted(round(num_tokens / value, 1) for value in values) for name, values in seconds.items()}
+            rates[name].append(round(num_tokens / (time.perf_counter() - start), 1))
+        tell({"round": round_number, **{name: values[-1] for name, values in rates.items()}})
+    # The first warms up.
+    return compared({name: values[1:] for name, values in rates.items()})
+
+
+def compared(rates: dict[str, list[float]]) -> dict[str, Any]:
+    """What the tokens per second of each way come to."""
     rate = {name: statistics.median(values) for name, values in rates.items()}
-    versus = {
-        f"vllm_vs_{name}": round(rate["logprobs"] / rate[name], 3) for name in rate if name in ("plain", "offline")
-    }
-    return {
-        **{f"tok_s_{name}": value for name, value in rate.items()},
-        "vllm_logprob_cost": round(1 - rate["logprobs"] / rate["none"], 3),
-        **versus,
-        "spread": {name: (values[0], values[-1]) for name, values in rates.items()},
-    }
+    result: dict[str, Any] = {f"tok_s_{name}": value for name, value in rate.items()}
+    for name, base, other in (("vllm_logprob_cost", "logprobs", "none"), ("vllm_seed_cost", "seeded", "logprobs")):
+        if base in rate and other in rate:
+            result[name] = round(1 - rate[base] / rate[other], 3)
+    for other in ("plain", "offline"):
+        if "logprobs" in rate and other in rate:
+            result[f"vllm_vs_{other}"] = round(rate["logprobs"] / rate[other], 3)
+    return result | {"spread": {name: (min(values), max(values)) for name, values in rates.items()}}
 
 
 def offline_engine(options: argparse.Namespace) -> Any:
@@ -212,6 +222,32 @@ async def plain(server: VLLMServer, prompts: list[list[int]], new_tokens: int) -
     await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts)))
 
 
+async def draw(server: VLLMServer, options: argparse.Namespace, model: Any) -> dict[str, Any]:
+    """Milliseconds of one draw for all requests: vLLM's without and with seeds, and ours."""
+    device = torch.device(devices.pick_device("auto"))
+    rows, vocab_size = options.requests, model.config.vocab_size
+    theirs = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler").TopKTopPSampler("processed_logprobs")
+    parts = importlib.import_module("ostinato_engines.vllm_engine.seeded_draw")
+    seeds = SimpleNamespace(keys=torch.arange(rows, device=device))
+    lengths = SimpleNamespace(seq_lens=torch.full((rows,), PROMPT_TOKENS, dtype=torch.int32, device=device))
+    generators = {row: torch.Generator(device).manual_seed(row) for row in range(rows)}
+    ways = {
+        "theirs": lambda logits: theirs.forward_native(logits, {}, None, None),
+        "theirs_seeded": lambda logits: theirs.forward_native(logits, generators, None, None),
+        "ours": lambda logits: parts.SeededDraw(theirs, seeds, lengths)(logits, generators, None, None),
+    }
+    logits = torch.randn(rows, vocab_size, device=device)
+    milliseconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(2 + 4 * options.pairs):
+        for name, way in ways.items():
+            devices.synchronize(str(device))
+            start = time.perf_counter()
+            way(logits)
+            devices.synchronize(str(device))
+            milliseconds[name].append(1e3 * (time.perf_counter() - start))
+    return {f"draw_ms_{name}": round(statistics.median(values[2:]), 3) for name, values in milliseconds.items()}
+
+
 async def update(server: VLLMServer, options: argparse.Namespace, model: Any) -> dict[str, Any]:
     """Whole updates, against copying the same bytes once: of weights on the host, and on a device where there is one."""
     measured: dict[str, Any] = {}
@@ -257,8 +293,8 @@ async def sleep(server: VLLMServer, options: argparse.Namespace, model: Any) -> 
     return freed
 
 
-async def run(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """One part, with an engine of its own."""
+async def run(options: argparse.Namespace, folder: str) -> None:
+    """All parts, with one engine."""
     if options.model is None:
         new_model(options.shape, options.dtype, 0).save_pretrained(folder)
         devices.empty_cache(devices.pick_device("auto"))
@@ -267,7 +303,7 @@ async def run(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     server = VLLMServer(
         options.checkpoint,
         dtype=options.dtype,
-        max_model_len=10_240 if options.part == "conformance" else PROMPT_TOKENS + options.new_tokens,
+        max_model_len=10_240 if "conformance" in options.parts else PROMPT_TOKENS + options.new_tokens,
         max_num_seqs=max(64, options.requests),
         tensor_parallel_size=options.tensor_parallel,
         enforce_eager=options.eager,
@@ -275,19 +311,43 @@ async def run(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     )
     start = time.perf_counter()
     await server.start()
-    started = time.perf_counter() - start
-    health = await server.health()
-    parts = {"conformance": conformance, "speed": speed, "update": update, "sleep": sleep}
+    tell({"part": "start", "took_s": round(time.perf_counter() - start, 1), "versions": (await server.health()).detail})
     try:
-        result = await parts[options.part](server, options, model)
+        for name in options.parts:
+            start = time.perf_counter()
+            try:
+                result = await PARTS[name](server, options, model)
+            except Exception as error:  # the other parts are still of interest
+                result = {"failure": f"{type(error).__name__}: {error}"}
+            tell({"part": name, "took_s": round(time.perf_counter() - start, 1), **result})
     finally:
         await server.shutdown()
-    return {"part": options.part, "versions": health.detail, "start_s": round(started, 1), **result}
+
+
+PARTS = {"conformance": conformance, "speed": speed, "draw": draw, "update": update, "sleep": sleep}
+WAYS = ("none", "logprobs", "seeded", "plain")
+
+
+def tell(result: dict[str, Any]) -> None:
+    print(json.dumps(result), flush=True)
+
+
+def names(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Reads names with commas between them."""
+
+    def read(text: str) -> list[str]:
+        unknown = set(text.split(",")) - set(known)
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{sorted(unknown)} must be of {', '.join(known)}")
+        return text.split(",")
+
+    return read
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--part", choices=("conformance", "speed", "update", "sleep"), default="speed")
+    parser.add_argument("--parts", type=names(PARTS), default=["speed"], help=", ".join(PARTS))
+    parser.add_argument("--ways", type=names(WAYS), default=list(WAYS), help=f"speed: {', '.join(WAYS)}")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="small")
     parser.add_argument("--model", help="a checkpoint instead of a random model")
     parser.add_argument("--dtype", default="float32")
@@ -303,7 +363,7 @@ def main() -> None:
     parser.add_argument("--engine-args", default="{}", help="JSON, more of vLLM's engine arguments")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        print(json.dumps(asyncio.run(run(options, str(Path(scratch) / "model")))))
+        asyncio.run(run(options, str(Path(scratch) / "model")))
 
 
 if __name__ == "__main__":

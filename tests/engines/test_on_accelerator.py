@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 from ostinato_engines.sampling import SamplingRows, sample, stream_keys  # noqa: E402
 from ostinato_engines.transformers_server import TransformersServer  # noqa: E402
+from ostinato_engines.vllm_engine.race import race  # noqa: E402
 
 DEVICE = pick_device("auto")
 
@@ -158,3 +159,15 @@ def test_logprobs_are_those_of_a_float64_reference(params):
     for row in range(count):
         wanted = reference_distribution(logits[row].numpy(), params)[tokens[row].item()]
         assert logprobs[row].item() == pytest.approx(wanted, abs=2e-5)
+
+
+def test_the_kernel_draws_what_the_host_draws():
+    """On the device the kernel that draws for vLLM draws the tokens that the same seeds and places give on the host."""
+    pytest.importorskip("triton")
+    logits = torch.randn(300, 50_003, generator=torch.Generator().manual_seed(0)) * 4
+    logits[:, 100:200] = -torch.inf
+    keys = torch.from_numpy(stream_keys(np.arange(300, dtype=np.uint64) + 2**62).view(np.int64))
+    for start in (0, 10_000):
+        positions = torch.arange(start, start + 300, dtype=torch.int32)
+        drawn = race(logits.to(DEVICE), keys.to(DEVICE), positions.to(DEVICE))
+        assert torch.equal(drawn.cpu(), race(logits, keys, positions))

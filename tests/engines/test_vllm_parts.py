@@ -39,14 +39,17 @@ from ostinato_engines.vllm_engine.probe import find_vllm
 
 torch = pytest.importorskip("torch")
 
+from ostinato_engines.sampling import exponentials, position_keys, stream_keys  # noqa: E402
 from ostinato_engines.vllm_engine.answers import Conversing, to_token_output  # noqa: E402
+from ostinato_engines.vllm_engine.batch_rows import BatchRows  # noqa: E402
 from ostinato_engines.vllm_engine.checkpoint import CheckpointTensors  # noqa: E402
 from ostinato_engines.vllm_engine.fan_out import memory_for, send_to_all  # noqa: E402
 from ostinato_engines.vllm_engine.filtering import filtered  # noqa: E402
 from ostinato_engines.vllm_engine.held import HOLD_KEY, Held, decode_answer  # noqa: E402
 from ostinato_engines.vllm_engine.launch import start_engine  # noqa: E402
+from ostinato_engines.vllm_engine.race import race  # noqa: E402
 from ostinato_engines.vllm_engine.running import RunningEngine  # noqa: E402
-from ostinato_engines.vllm_engine.sampling import FILTERS, FILTERS_KEY, to_vllm  # noqa: E402
+from ostinato_engines.vllm_engine.sampling import FILTERS_KEY, OUR_PROCESSORS, to_vllm  # noqa: E402
 from ostinato_engines.vllm_engine.worker import WeightExtension  # noqa: E402
 from ostinato_engines.vllm_server import VLLMServer  # noqa: E402
 from ostinato_engines.weight_transfer import MemoryKind, WeightListener, WeightReceiver, connect  # noqa: E402
@@ -434,14 +437,18 @@ def test_lost_logprobs_are_the_engine_s_fault():
 
 @pytest.mark.parametrize(
     ("processors", "reasoning", "waits"),
-    [([FILTERS], None, False), (["their.module:Processor", FILTERS], None, True), ([FILTERS], "thinking", True)],
+    [
+        (OUR_PROCESSORS, None, False),
+        (["their.module:Processor", *OUR_PROCESSORS], None, True),
+        (OUR_PROCESSORS, "thinking", True),
+    ],
 )
 def test_steps_run_ahead_unless_somebody_reads_tokens(processors, reasoning, waits):
     """Only where all logits processors are ours do vLLM's workers not wait for the tokens of the step before."""
     batch = SimpleNamespace(logitsprocs_need_output_token_ids=True)
     config = SimpleNamespace(model_config=SimpleNamespace(logits_processors=processors), reasoning_config=reasoning)
     worker = SimpleNamespace(vllm_config=config, model_runner=SimpleNamespace(input_batch=batch))
-    WeightExtension.ostinato_run_ahead(worker)
+    WeightExtension._ostinato_run_ahead(worker)
     assert batch.logitsprocs_need_output_token_ids is waits
 
 
@@ -518,3 +525,62 @@ def test_wrong_options_are_refused(options):
     """A number below 1 and an adapter that is not there are errors that name them."""
     with pytest.raises(EngineInputError, match=next(iter(options))):
         VLLMServer("model", **options)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_rows_are_followed_wherever_they_go(data):
+    """After any changes of a batch as vLLM makes them, each row is known by the request that is in it."""
+    known = BatchRows(lambda params: params.seed)
+    batch, serial = [], itertools.count()
+    for _ in range(data.draw(st.integers(1, 6))):
+        gone = sorted(data.draw(st.sets(st.integers(0, len(batch) - 1))) if batch else [], reverse=True)
+        slots = {row: None if row in gone else each for row, each in enumerate(batch)}
+        update = SimpleNamespace(removed=gone, added=[], moved=[])
+        for _ in range(data.draw(st.integers(0, 4))):
+            # A new request takes the first row that became free, or the next one after the last.
+            row = update.removed.pop() if update.removed else len(slots)
+            params = SimpleNamespace(seed=data.draw(st.sampled_from([None, next(serial)])))
+            update.added.append((row, params, None, []))
+            slots[row] = params
+        for hole in sorted(update.removed):
+            last = max((row for row, each in slots.items() if each is not None), default=-1)
+            if last > hole:
+                slots[hole], slots[last] = slots[last], None
+                update.moved.append((last, hole, SimpleNamespace(name="UNIDIRECTIONAL")))
+        batch = [slots[row] for row in sorted(slots) if slots[row] is not None]
+        if len(batch) > 1:
+            one, other = data.draw(st.permutations(range(len(batch))))[:2]
+            batch[one], batch[other] = batch[other], batch[one]
+            update.moved.append((one, other, SimpleNamespace(name="SWAP")))
+        known.follow(update)
+        assert known.by_row == {row: each.seed for row, each in enumerate(batch) if each.seed is not None}
+
+
+def bits_of(seeds):
+    """What `race` takes for seeds."""
+    return torch.from_numpy(stream_keys(np.array(seeds, np.uint64)).view(np.int64))
+
+
+def test_a_race_is_that_of_the_embedded_engine():
+    """Tokens are drawn by the same random numbers as in the embedded engine, whatever else is in the batch."""
+    logits = torch.randn(6, 1000, generator=torch.Generator().manual_seed(0)) * 3
+    logits[:, 10:20] = -torch.inf
+    seeds, positions = np.array([0, 1, 7, 7, 2**62, 2**63 - 1], np.uint64), np.array([0, 5, 5, 6, 5, 9])
+    noise = exponentials(position_keys(stream_keys(seeds), positions), 1000, "cpu")
+    wanted = (logits.double().softmax(-1) / noise.double()).argmax(-1)
+    drawn = race(logits, bits_of(seeds), torch.from_numpy(positions).int())
+    assert torch.equal(drawn, wanted)
+    for row in range(len(logits)):
+        alone = race(logits[row : row + 1], bits_of(seeds[row : row + 1]), torch.tensor(positions[row : row + 1]))
+        assert alone == drawn[row]
+
+
+def test_races_follow_the_distribution():
+    """Over many seeds tokens come as often as their probabilities say, and none of probability 0 comes."""
+    probs = torch.tensor([0.5, 0.25, 0.125, 0.0, 0.125])
+    count = 20_000
+    drawn = race(probs.log().expand(count, -1), bits_of(np.arange(count)), torch.full((count,), 3, dtype=torch.int32))
+    found = torch.bincount(drawn, minlength=5).double() / count
+    assert found[3] == 0
+    assert float(((found - probs).abs() / (probs.clamp(min=1e-9) / count).sqrt())[probs > 0].max()) < 4.5

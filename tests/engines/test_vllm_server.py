@@ -117,6 +117,7 @@ async def test_what_is_installed_is_told(server):
     assert health.ready
     assert health.detail.startswith("vllm ")
     assert "torch" in health.detail
+    assert "slower" not in health.detail
     assert server.capabilities().engine in health.detail
     assert server.capabilities().sleep_levels == ()
     assert server.capabilities().kv_capacity_tokens > 0
@@ -353,10 +354,11 @@ async def cramped(checkpoint):
     await server.shutdown()
 
 
-async def test_requests_that_lose_their_place(cramped):
+@pytest.mark.parametrize("sampled", [{"temperature": 0}, {"seed": 5}])
+async def test_requests_that_lose_their_place(cramped, sampled):
     """Where the cache is too small for all, some are computed anew: their tokens and logprobs are those of undisturbed ones."""
     server, _ = cramped
-    asked = SamplingParams(max_tokens=250, temperature=0)
+    asked = SamplingParams(max_tokens=250, **sampled)
     prompts = [[50 + index, 7, 8] for index in range(8)]
     alone = [await server.generate(prompt, asked, "alone") for prompt in prompts]
     await server.reset_prefix_cache()
@@ -456,3 +458,43 @@ async def test_wrong_options(checkpoint, tmp_path):
         with pytest.raises(EngineInputError, match=words):
             await server.start()
         await server.shutdown()
+
+
+async def test_a_model_runner_that_draws_elsewhere():
+    """Where a model runner of vLLM has no such parts, vLLM draws as it does, and it is told why."""
+    seeded_draw = importlib.import_module("ostinato_engines.vllm_engine.seeded_draw")
+    assert "draws elsewhere" in seeded_draw.draw_by_seeds(SimpleNamespace())
+    config = SimpleNamespace(model_config=SimpleNamespace(seed=0))
+    rows = seeded_draw.RowSeeds(config, torch.device("cpu"), False)
+    theirs = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler").TopKTopPSampler("processed_logprobs")
+    runner = SimpleNamespace(
+        sampler=SimpleNamespace(topk_topp_sampler=theirs),
+        device=torch.device("cpu"),
+        model_config=SimpleNamespace(get_vocab_size=lambda: 10),
+        input_batch=SimpleNamespace(logitsprocs=SimpleNamespace(all=[rows])),
+        seq_lens=None,
+    )
+    assert "counts lengths elsewhere" in seeded_draw.draw_by_seeds(runner)
+    assert runner.sampler.topk_topp_sampler is theirs
+    runner.seq_lens = torch.tensor([4, 4, 5])
+    assert seeded_draw.draw_by_seeds(runner) == ""
+    assert runner.sampler.topk_topp_sampler is not theirs
+
+
+async def test_requests_without_a_seed_get_one_each():
+    """Requests without a seed draw differently, and the same again from an engine of the same seed."""
+    seeded_draw = importlib.import_module("ostinato_engines.vllm_engine.seeded_draw")
+    added = [(row, SimpleNamespace(seed=3 if row == 1 else None), None, []) for row in range(3)]
+    update = SimpleNamespace(batch_size=3, removed=[], added=added, moved=[])
+
+    def keys_of(seed):
+        config = SimpleNamespace(model_config=SimpleNamespace(seed=seed))
+        rows = seeded_draw.RowSeeds(config, torch.device("cpu"), False)
+        rows.update_state(update)
+        rows.update_state(None)
+        return rows.keys.tolist()
+
+    first, again, other = keys_of(0), keys_of(0), keys_of(1)
+    assert first == again
+    assert len(set(first)) == 3
+    assert [a == b for a, b in zip(first, other, strict=True)] == [False, True, False]

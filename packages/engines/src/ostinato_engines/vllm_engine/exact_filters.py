@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ostinato_engines.vllm_engine.batch_rows import BatchRows
 from ostinato_engines.vllm_engine.filtering import filtered
 from ostinato_engines.vllm_engine.sampling import FILTERS_KEY
 
@@ -19,33 +20,24 @@ class ExactFilters(_interface.LogitsProcessor):
     """One row of the batch at a time; rows are few, since few requests combine what vLLM orders otherwise."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._rows: dict[int, tuple[float, int, float, float]] = {}
+        self._rows: BatchRows[tuple[float, int, float, float]] = BatchRows(_filters_of)
 
     def is_argmax_invariant(self) -> bool:
         """True: the most probable token always stays, so that greedy rows need none of this."""
         return True
 
     def update_state(self, batch_update: Any) -> None:
-        """Follows requests that come, go and move within the batch."""
-        if batch_update is None:
-            return
-        rows = self._rows
-        for index in batch_update.removed:
-            rows.pop(index, None)
-        for index, params, _prompt, _output in batch_update.added:
-            rows.pop(index, None)
-            wanted = (params.extra_args or {}).get(FILTERS_KEY)
-            if wanted is not None:
-                rows[index] = tuple(wanted)
-        for source, target, direction in batch_update.moved:
-            moved, replaced = rows.pop(source, None), rows.pop(target, None)
-            if moved is not None:
-                rows[target] = moved
-            if replaced is not None and direction is _interface.MoveDirectionality.SWAP:
-                rows[source] = replaced
+        """Follows the requests of the batch."""
+        if batch_update is not None:
+            self._rows.follow(batch_update)
 
     def apply(self, logits: Tensor) -> Tensor:
         """float32 [batch, vocab] after penalties; vLLM's own temperature is 1 in the rows that change."""
-        for index, (temperature, top_k, top_p, min_p) in self._rows.items():
+        for index, (temperature, top_k, top_p, min_p) in self._rows.by_row.items():
             logits[index] = filtered(logits[index], temperature, top_k, top_p, min_p)
         return logits
+
+
+def _filters_of(params: Any) -> tuple[float, int, float, float] | None:
+    wanted = (params.extra_args or {}).get(FILTERS_KEY)
+    return None if wanted is None else tuple(wanted)

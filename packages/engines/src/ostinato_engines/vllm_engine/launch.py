@@ -16,7 +16,7 @@ from ostinato_engines.vllm_engine.endpoint import has_tokenizer
 from ostinato_engines.vllm_engine.engine_log import EngineLog
 from ostinato_engines.vllm_engine.hold_choice import hold_outputs
 from ostinato_engines.vllm_engine.probe import VLLMParts
-from ostinato_engines.vllm_engine.sampling import FILTERS
+from ostinato_engines.vllm_engine.sampling import OUR_PROCESSORS
 
 _PACKAGE = __package__
 _OURS = (
@@ -29,7 +29,7 @@ _OURS = (
 _ENVIRONMENT = {
     # A forked engine hangs where torch has computed in this process before.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # `exact_filters` is written for the other runner, whose order of filters and whose seeds are the ones we know.
+    # `exact_filters` and `seeded_draw` are written for the other runner, whose order of filters is the one we know.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 
@@ -84,7 +84,7 @@ def engine_arguments(options: LaunchOptions, parts: VLLMParts) -> dict[str, Any]
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": f"{_PACKAGE}.worker.WeightExtension",
-        "logits_processors": [FILTERS],
+        "logits_processors": list(OUR_PROCESSORS),
     }
     if can_sleep(parts):
         arguments["enable_sleep_mode"] = True

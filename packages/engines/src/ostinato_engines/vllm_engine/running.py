@@ -53,6 +53,8 @@ class RunningEngine:
     """Why weights cannot be updated; empty where they can."""
     why_no_hold: str
     """Why every token comes over by itself; empty where a request's outputs are held in the engine core until it ends."""
+    why_row_by_row: str
+    """Why vLLM draws seeded requests one after the other; empty where they are drawn together."""
     _asked: set[str] = field(default_factory=set)
     _taken: dict[str, HeldAnswer] = field(default_factory=dict)
 
@@ -69,7 +71,7 @@ class RunningEngine:
         try:
             # The answer is kept by vLLM: from now on a request is known to it as soon as it is sent.
             await llm.get_supported_tasks()
-            await llm.collective_rpc("ostinato_run_ahead")
+            obstacles = await llm.collective_rpc("ostinato_get_ready")
             tensors, why_not = _tensors_of(llm, options)
             chat = None if parts.chat is None else await make_endpoint(llm, options.model, parts.chat, parts.refusals)
             adapter = None if options.lora is None else parts.lora_request("adapter", 1, options.lora)
@@ -86,12 +88,14 @@ class RunningEngine:
             tensors=tensors,
             why_no_update=why_not,
             why_no_hold=why_no_hold,
+            why_row_by_row=next(filter(None, obstacles), ""),
         )
 
     @property
     def description(self) -> str:
         """For people: what runs, and what keeps it from being fast."""
-        return self.parts.versions + (f"; slower, since {self.why_no_hold}" if self.why_no_hold else "")
+        obstacles = "; ".join(filter(None, (self.why_no_hold, self.why_row_by_row)))
+        return self.parts.versions + (f"; slower, since {obstacles}" if obstacles else "")
 
     @property
     def num_workers(self) -> int:

@@ -13,6 +13,9 @@ from ostinato_engines.vllm_engine.probe import VLLMParts
 
 FILTERS = f"{__package__}.exact_filters:ExactFilters"
 """The logits processor that vLLM is given for such requests."""
+SEEDS = f"{__package__}.seeded_draw:RowSeeds"
+"""The one that follows the seeds of the requests."""
+OUR_PROCESSORS = (FILTERS, SEEDS)
 FILTERS_KEY = "ostinato_filters"
 """In vLLM's extra_args: [temperature, top_k, top_p, min_p] for `exact_filters`."""
 _LOWEST_TEMPERATURE = 0.01

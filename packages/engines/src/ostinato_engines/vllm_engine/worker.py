@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ostinato_engines.errors import WeightUpdateError
-from ostinato_engines.vllm_engine.sampling import FILTERS
+from ostinato_engines.vllm_engine.sampling import OUR_PROCESSORS
 from ostinato_engines.weight_transfer import WeightReceiver, connect
 
 if TYPE_CHECKING:
@@ -25,13 +25,22 @@ class WeightExtension:
     vllm_config: Any
     reload_weights: Any
 
-    def ostinato_run_ahead(self) -> None:
+    def ostinato_get_ready(self) -> str:
+        """Readies a worker that has started.
+
+        Returns:
+            What keeps seeded requests from being drawn together, or nothing.
+        """
+        self._ostinato_run_ahead()
+        return import_module(f"{__package__}.seeded_draw").draw_by_seeds(self.model_runner)
+
+    def _ostinato_run_ahead(self) -> None:
         """Lets a step begin before the tokens of the one before have come to the host.
 
-        vLLM waits for them as soon as there is a logits processor that it does not know. Ours reads none.
+        vLLM waits for them as soon as there is a logits processor that it does not know. Ours read none.
         """
         config, batch = self.vllm_config, getattr(self.model_runner, "input_batch", None)
-        others = [name for name in config.model_config.logits_processors or () if name != FILTERS]
+        others = [name for name in config.model_config.logits_processors or () if name not in OUR_PROCESSORS]
         if batch is not None and not others and getattr(config, "reasoning_config", None) is None:
             batch.logitsprocs_need_output_token_ids = False
 
