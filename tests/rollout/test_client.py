@@ -374,7 +374,7 @@ async def test_a_replica_that_has_failed_for_good_is_taken_out_and_its_turns_beg
     assert pool.servers == (other,)
     assert "it is gone" in pool.lost[0].message
     other.answers, other.health = [EngineClosedError("so is this one")], health
-    with pytest.raises(NoReplicaError, match=r"the last one, replica 1 .*so is this one"):
+    with pytest.raises(NoReplicaError, match=r"replica 0: .*it is gone; replica 1: .*so is this one"):
         await client.generate("r0", [1], PARAMS)
 
 

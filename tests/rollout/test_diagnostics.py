@@ -98,7 +98,7 @@ async def test_sessions_schedulers_and_pools_are_shown(tokenizer, stub_server):
         return item if item else await session.generate(PARAMS)
 
     running = asyncio.create_task(RolloutScheduler().run(range(2), run_one, concurrency=2))
-    for _ in range(5):
+    for _ in range(20):
         await asyncio.sleep(0)
     seen = dump()
     assert [(one.request_id, one.doing, one.num_messages, one.room) for one in seen.sessions] == [

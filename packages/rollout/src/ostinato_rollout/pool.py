@@ -1,68 +1,139 @@
-"""The life of replicas in one process: start, health, wake, sleep, new weights, and taking out those that fail.
+"""The life of replicas: start, health, wake, sleep, new weights, draining, and what becomes of those that fail.
 
-Invariant: every replica in service serves the same policy version. Knows servers and clients, no conversation.
+Invariants: clients know exactly the replicas in service, and every one of these serves the same policy version. Knows servers and
+clients, no conversation.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from ostinato_engines import AsyncServerBase, Health, UnsupportedError, WeightManifest
-from ostinato_rollout.activity import OperationActivity, PoolActivity
+from ostinato_engines import AsyncServerBase, Health, PauseMode, UnsupportedError, WeightManifest
+from ostinato_engines.engine_status import SLEEP_TAGS, check_level, checked_tags
+from ostinato_rollout.activity import PoolActivity
 from ostinato_rollout.client import LLMServerClient
 from ostinato_rollout.config import AdmissionConfig
+from ostinato_rollout.conversation import num_cancellations
 from ostinato_rollout.decision_log import DecisionLog
-from ostinato_rollout.diagnostics import ago, log_dump, register
-from ostinato_rollout.errors import NoReplicaError, ReplicaError, RequestTimeoutError, SessionInputError
+from ostinato_rollout.diagnostics import register
+from ostinato_rollout.draining import drain
+from ostinato_rollout.errors import NoReplicaError, ReplicaError, SessionInputError, SessionStateError
 from ostinato_rollout.failure import Failure, FailureKind
+from ostinato_rollout.fleet import Fleet, Follower
+from ostinato_rollout.health_watch import watch
+from ostinato_rollout.patience import end
+from ostinato_rollout.pool_operations import Operation, PoolOperations
+from ostinato_rollout.replica_state import Replica, ReplicaState, Transition
+from ostinato_rollout.restarts import RestartBudget, RestartPolicy
+from ostinato_rollout.revival import MakeServer, Revival
 from ostinato_rollout.routing import ReplicaPolicy
+from ostinato_rollout.weight_sync import MakeWeights, WeightSync
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_S = ReplicaState
 
 
 class ServerPool:
     """Replicas of one policy.
 
-    An operation goes to all replicas in service at the same time. One that fails or overruns the deadline is taken out
-    of service, with the failure kept in `lost`, and so is one that a client finds to have failed for good; when none is
-    left, NoReplicaError names them all.
+    An operation goes to all replicas in service at the same time; one comes after the other. A replica that fails or overruns
+    the deadline is taken out of service and shut down, and so is one that a client finds to have failed, or that says so when
+    it is asked for its health. With `make_server` a new one takes its place, after a wait and with the policy that the others
+    have. Turns that find no replica wait while one may come, and otherwise end with a NoReplicaError that names every cause.
 
     Args:
         servers: The replicas, at least one, not started yet.
+        make_server: Makes, for a place in the pool, a server that is not started; None: lost replicas stay lost.
+        restarts: How often lost replicas are restarted, and after which waits.
+        seed: Of the part of these waits that is drawn.
         timeout_s: Longest time that one operation on one replica may take.
         start_timeout_s: The same of its start, which engines bound themselves and then say more.
+        shutdown_timeout_s: The same of its shutdown.
+        health_interval_s: How often a started pool asks replicas for their health; None: never.
+        health_timeout_s: Longest time that the answer may take.
+        no_replica_timeout_s: How long turns wait while none is in service and one may come back.
     """
 
     def __init__(
-        self, servers: Sequence[AsyncServerBase], *, timeout_s: float = 600.0, start_timeout_s: float = 1800.0
+        self,
+        servers: Sequence[AsyncServerBase],
+        *,
+        make_server: MakeServer | None = None,
+        restarts: RestartPolicy | None = None,
+        seed: int = 0,
+        timeout_s: float = 600.0,
+        start_timeout_s: float = 1800.0,
+        shutdown_timeout_s: float = 180.0,
+        health_interval_s: float | None = 10.0,
+        health_timeout_s: float = 30.0,
+        no_replica_timeout_s: float = 600.0,
     ) -> None:
         if not servers:
             raise NoReplicaError("servers must hold at least one replica, got none; build one first")
         if len({id(server) for server in servers}) != len(servers):
             raise SessionInputError("servers must be distinct objects, got one twice; build one for each replica")
-        for name, value in (("timeout_s", timeout_s), ("start_timeout_s", start_timeout_s)):
+        for name, value in (
+            ("timeout_s", timeout_s),
+            ("start_timeout_s", start_timeout_s),
+            ("shutdown_timeout_s", shutdown_timeout_s),
+            ("health_interval_s", 1 if health_interval_s is None else health_interval_s),
+            ("health_timeout_s", health_timeout_s),
+            ("no_replica_timeout_s", no_replica_timeout_s),
+        ):
             if not value > 0:
                 raise SessionInputError(f"{name} must be positive, got {value}; give seconds")
-        self._all: dict[int, AsyncServerBase] = dict(enumerate(servers))
-        self._in_service: dict[int, AsyncServerBase] = dict(self._all)
-        self._timeout_s = timeout_s
-        self._start_timeout_s = start_timeout_s
-        self._clients: weakref.WeakSet[LLMServerClient] = weakref.WeakSet()
-        self.lost: dict[int, Failure] = {}
-        """Replicas taken out of service, by their index, and why."""
-        self._under_way: dict[tuple[int, str], float] = {}  # what replicas have not answered yet, and since when
-        self._last_answer = ""
+        policy = RestartPolicy() if restarts is None else restarts
+        self._make_server = make_server if policy.max_restarts and policy.max_pool_restarts else None
+        self._fleet = Fleet(servers, restarts=self._make_server is not None, no_replica_timeout_s=no_replica_timeout_s)
+        self._operations = PoolOperations()
+        self._alone = asyncio.Lock()
+        self._revival = Revival(
+            self._fleet,
+            self._operations,
+            self._alone,
+            make_server=self._make_server,
+            budget=RestartBudget(policy, seed),
+            timeout_s=timeout_s,
+            start_timeout_s=start_timeout_s,
+            shutdown_timeout_s=shutdown_timeout_s,
+        )
+        self._timeout_s, self._start_timeout_s, self._shutdown_timeout_s = (
+            timeout_s,
+            start_timeout_s,
+            shutdown_timeout_s,
+        )
+        self._health_interval_s, self._health_timeout_s = health_interval_s, health_timeout_s
+        self._watching: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._stopping: asyncio.Task[None] | None = None
         register(self)
+
+    # What there is
 
     @property
     def servers(self) -> tuple[AsyncServerBase, ...]:
         """Replicas in service."""
-        return tuple(self._in_service.values())
+        return tuple(replica.server for replica in self._fleet.in_service())
+
+    @property
+    def states(self) -> dict[int, ReplicaState]:
+        """What each replica is doing, by its index."""
+        return {replica.index: replica.state for replica in self._fleet.replicas}
+
+    @property
+    def history(self) -> tuple[Transition, ...]:
+        """The last thousand changes of states, in order."""
+        return self._fleet.transitions()
+
+    @property
+    def lost(self) -> dict[int, Failure]:
+        """Replicas that a failure has taken out of service, by their index, and why."""
+        return {replica.index: replica.failure for replica in self._fleet.replicas if replica.failure is not None}
 
     @property
     def policy_version(self) -> int:
@@ -71,8 +142,21 @@ class ServerPool:
         Raises:
             NoReplicaError: None is in service.
         """
-        self._check_left("serve a policy")
-        return min(server.policy_version for server in self._in_service.values())
+        if not self.servers:
+            raise self._fleet.no_replica("serve a policy")
+        return min(server.policy_version for server in self.servers)
+
+    def activity(self) -> PoolActivity:
+        """Return what replicas are doing, and what they have not answered yet."""
+        return PoolActivity(
+            in_service=[replica.index for replica in self._fleet.in_service()],
+            lost={replica: failure.message for replica, failure in self.lost.items()},
+            replicas=[replica.activity() for replica in self._fleet.replicas],
+            operations=self._operations.activity(),
+            last_answer=self._operations.last_answer,
+        )
+
+    # Clients
 
     def client(
         self,
@@ -81,199 +165,358 @@ class ServerPool:
         timeout_s: float = 600.0,
         policy: ReplicaPolicy | None = None,
         admission: AdmissionConfig | None = None,
-        decision_log: DecisionLog | None = None,
         num_clients: int = 1,
+        decision_log: DecisionLog | None = None,
     ) -> LLMServerClient:
-        """Return a client over the replicas in service, which follows when one is taken out.
+        """Return a client over the replicas in service, which follows them.
 
-        Each client counts for itself what replicas hold: where several admit conversations, tell each how many they are.
+        Each client counts for itself what replicas hold; where several share them, `num_clients` says how many do.
+
+        Raises:
+            NoReplicaError: None is in service.
         """
-        self._check_left("make a client")
+        if not self.servers:
+            raise self._fleet.no_replica("make a client")
         client = LLMServerClient(
             self.servers,
             seed=seed,
             timeout_s=timeout_s,
             policy=policy,
             admission=admission,
+            num_clients=num_clients,
             decision_log=decision_log,
             on_lost=self._found_lost,
-            num_clients=num_clients,
         )
-        self._clients.add(client)
+        self._fleet.follow(client, knows_them=True)
         return client
 
-    def activity(self) -> PoolActivity:
-        """Return what replicas have not answered yet, and which are lost."""
-        now = time.monotonic()
-        return PoolActivity(
-            in_service=list(self._in_service),
-            lost={replica: failure.message for replica, failure in self.lost.items()},
-            operations=[
-                OperationActivity(replica=replica, what=what, since_s=now - since)
-                for (replica, what), since in list(self._under_way.items())
-            ],
-            last_answer=self._last_answer,
-        )
+    def follow(self, follower: Follower) -> None:
+        """Tell `follower`, while it lives, which replicas are in service and when turns have to wait."""
+        self._fleet.follow(follower)
+
+    # Life
 
     async def start(self) -> None:
-        """Start every replica. If one fails, the others are shut down again and its error is raised.
+        """Start every replica, and watch their health from then on; replicas that were started are left as they are.
 
-        Whoever is cancelled meanwhile has shut all of them down.
+        If one fails, the others are shut down again and its error is raised. Whoever is cancelled meanwhile has shut all of
+        them down.
         """
         try:
-            failures = await self._on_each("start", lambda server: server.start(), timeout_s=self._start_timeout_s)
-        except asyncio.CancelledError:
+            await self._run_alone("start", self._start)
+        except SessionStateError:
+            raise
+        except BaseException:
             await self.shutdown()
             raise
+        if self._health_interval_s is not None and (self._watching is None or self._watching.done()):
+            self._watching = asyncio.get_running_loop().create_task(
+                watch(
+                    self._fleet,
+                    self._operations,
+                    self._revival,
+                    self._take_out,
+                    interval_s=self._health_interval_s,
+                    timeout_s=self._health_timeout_s,
+                ),
+                name="ostinato-health",
+            )
+
+    async def _start(self) -> None:
+        replicas = [replica for replica in self._fleet.replicas if replica.state is _S.NEW]
+        for replica in replicas:
+            self._fleet.move(replica, _S.STARTING, "the pool is started")
+
+        async def start(replica: Replica) -> None:
+            await replica.server.start()
+
+        failures = await self._operations.on_each("start", replicas, start, self._start_timeout_s)
         if failures:
-            await self.shutdown()
-            replica, error = next(iter(failures.items()))
-            told = f"{type(error).__name__}: {error}"
-            if len(self._all) == 1:
-                message = f"the engine must start, got {told}"
-            else:
-                message = (
-                    f"all {len(self._all)} replicas must start, got {len(failures)} failures; "
-                    f"the first, replica {replica}: {told}"
-                )
-            raise ReplicaError(message, replica=replica) from error
-        for client in self._clients:
-            client.refresh_capacities()
+            raise self._start_error(failures)
+        self._revival.note_start()
+        self._fleet.refresh_capacities()
+        for replica in replicas:
+            if replica.state is _S.STARTING:
+                self._fleet.move(replica, _S.SERVING, "it is started")
+
+    def _start_error(self, failures: dict[int, Exception]) -> ReplicaError:
+        (replica, error), num = next(iter(failures.items())), len(self._fleet.replicas)
+        told = f"{type(error).__name__}: {error}"
+        message = f"the engine must start, got {told}"
+        if num > 1:
+            message = (
+                f"all {num} replicas must start, got {len(failures)} failures; the first, replica {replica}: {told}"
+            )
+        failed = ReplicaError(message, replica=replica)
+        failed.__cause__ = error
+        return failed
 
     async def shutdown(self) -> None:
-        """Shut every replica down, those out of service too; failures are logged."""
-        for replica, error in (await self._on_each("shut down", lambda server: server.shutdown(), self._all)).items():
+        """Shut every replica down, those out of service too; failures are logged. What is under way ends with errors.
+
+        It goes on to its end, whoever is cancelled; a second call waits for the same.
+        """
+        if self._stopping is None:
+            self._stopping = asyncio.get_running_loop().create_task(self._stop(), name="ostinato-pool-shutdown")
+        if not self._stopping.done():
+            await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> None:
+        fleet = self._fleet
+        tasks = [*([] if self._watching is None else [self._watching]), *self._tasks, *self._revival.tasks]
+        for task in tasks:
+            task.cancel()  # at once: none of them changes a state any more
+        for replica in fleet.replicas:
+            fleet.move(replica, _S.STOPPED, "the pool is shut down")
+        fleet.close()
+        await asyncio.gather(*map(end, tasks))
+
+        async def shut_down(replica: Replica) -> None:
+            await replica.server.shutdown()
+
+        failures: dict[int, Exception] = {}
+        for group in (fleet.replicas, self._revival.not_ended):
+            failures |= await self._operations.on_each("shut down", group, shut_down, self._shutdown_timeout_s)
+        for replica, error in failures.items():
             logger.warning("replica %d failed to shut down: %s: %s", replica, type(error).__name__, error)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Make replicas ready to generate; one that cannot is taken out."""
-        await self._or_take_out("wake up", lambda server: server.wake_up(tags))
+        """Make replicas ready to generate, wholly or in part; one that cannot is taken out, and those lost are restarted.
+
+        Raises:
+            NoReplicaError: None is there, and none comes.
+        """
+        awake = checked_tags(tags)
+
+        async def wake(replica: Replica) -> None:
+            await replica.server.wake_up(tags)
+
+        async def work() -> None:
+            await self._or_take_out("wake up", self._fleet.live(), wake)
+            self._fleet.sleeping -= awake
+            if not self._fleet.sleeping:
+                for replica in self._fleet.in_service():
+                    if replica.state in (_S.ASLEEP, _S.NEW):
+                        self._fleet.move(replica, _S.SERVING, "it is awake")
+            self._fleet.changed()
+
+        await self._run_alone("wake up", work)
+        await self._fleet.any_live("wake up")
 
     async def sleep(self, level: int = 1) -> None:
-        """Let replicas give memory back until `wake_up`; those of a kind that never sleeps stay awake."""
+        """Let replicas give memory back until `wake_up`; those of a kind that never sleeps stay awake. Turns wait meanwhile.
 
-        async def rest(server: AsyncServerBase) -> None:
+        If it is cancelled, or some fail, the pool sleeps all the same: `wake_up` brings it back.
+
+        Raises:
+            NoReplicaError: None is there, and none comes.
+        """
+        check_level(level)
+        sleepless: set[int] = set()
+
+        async def rest(replica: Replica) -> None:
             try:
-                await server.sleep(level)
+                await replica.server.sleep(level)
             except UnsupportedError as error:
-                logger.debug("replica %d stays awake: %s", self._index(server), error)
+                logger.debug("replica %d stays awake: %s", replica.index, error)
+                sleepless.add(replica.index)
 
-        await self._or_take_out("go to sleep", rest)
+        async def work() -> None:
+            self._fleet.sleeping |= set(SLEEP_TAGS[:level])
+            try:
+                await self._or_take_out("go to sleep", self._fleet.live(), rest)
+            finally:
+                for replica in self._fleet.in_service():
+                    if replica.state is not _S.ASLEEP and replica.index not in sleepless:
+                        self._fleet.move(replica, _S.ASLEEP, f"the pool sleeps at level {level}")
+
+        await self._run_alone("go to sleep", work)
+        if not self._fleet.live() and not self._fleet.is_one_coming():
+            raise self._fleet.no_replica("go to sleep")
 
     async def health(self) -> dict[int, Health]:
         """Return the health of each replica in service; one that does not answer is taken out."""
         answers: dict[int, Health] = {}
 
-        async def ask(server: AsyncServerBase) -> None:
-            answers[self._index(server)] = await server.health()
+        async def ask(replica: Replica) -> None:
+            answers[replica.index] = await replica.server.health()
 
-        await self._or_take_out("tell its health", ask)
+        await self._fleet.any_live("tell its health")
+        await self._or_take_out("tell its health", self._fleet.in_service(), ask)
+        if not self.servers:
+            raise self._fleet.no_replica("tell its health")
         return dict(sorted(answers.items()))
 
+    # Weights
+
     async def update_weights(
-        self, manifest: WeightManifest, make_weights: Callable[[], Iterable[tuple[str, Any]]]
+        self,
+        manifest: WeightManifest,
+        make_weights: MakeWeights,
+        *,
+        pause: PauseMode = PauseMode.ABORT,
+        replayable: bool = False,
     ) -> None:
-        """Bring every replica to `manifest.version`; one that fails or reports another version afterwards is taken out.
+        """Bring every replica to `manifest.version`: pause all, update all, check that all have it, go on.
+
+        Turns wait meanwhile. A replica that fails in one of these, or reports another version, is taken out; one that waits
+        for weights joins. Where no replica is left, this waits for one that is being restarted.
 
         Args:
             manifest: What is sent.
             make_weights: Called once for each replica; its iterable yields (name, tensor) in the manifest's order.
+            pause: What becomes of generations that are under way. Where an engine cannot do it, they end with what they have
+                (`WAIT`: they finish), and clients go on with them.
+            replayable: `make_weights` may be called until `withdraw_weights` or the next update, so that a replica that is
+                restarted meanwhile joins at once. Otherwise it waits for the next update.
+
+        Raises:
+            NoReplicaError: None has the new weights, and none comes that could take them.
         """
+        mode, purpose = PauseMode(pause), f"take weights of version {manifest.version}"
+        is_done = False
 
-        async def update(server: AsyncServerBase) -> None:
-            await server.update_weights(manifest, make_weights())
-            if server.policy_version != manifest.version:
-                raise ReplicaError(
-                    f"policy_version must be {manifest.version} after the update, got {server.policy_version};"
-                    " that server ignored the weights"
-                )
+        async def work() -> None:
+            nonlocal is_done
+            sync = WeightSync(self._fleet, self._operations, self._take_out, timeout_s=self._timeout_s)
+            source = None
+            try:
+                await sync.run(manifest, make_weights, mode)
+                source = make_weights if replayable else None
+            finally:
+                if sync.has_changed_any:
+                    self._revival.note_update(manifest, source)
+            is_done = bool(self.servers)
 
-        await self._or_take_out(f"take weights of version {manifest.version}", update)
+        while not is_done:
+            await self._fleet.any_live(purpose)
+            await self._run_alone(purpose, work)
+
+    async def withdraw_weights(self) -> None:
+        """End what `replayable` allowed, as before the weights change: no call of `make_weights` is under way afterwards."""
+        await self._revival.withdraw_weights()
+
+    # Single replicas
+
+    async def drain(self, replica: int, *, timeout_s: float = 600.0) -> None:
+        """Let a replica end its generations, and give it no new ones; it then stands idle until `replace`.
+
+        What still runs at the deadline is aborted, and goes on elsewhere. A cancelled call puts it back into service.
+
+        Raises:
+            SessionInputError: There is no such replica.
+            SessionStateError: It is not in service.
+            ReplicaError: It failed meanwhile, or does not let go of its generations.
+        """
+        if not timeout_s > 0:
+            raise SessionInputError(f"timeout_s must be positive, got {timeout_s}; give seconds")
+        drained = self._replica(replica)
+
+        async def work() -> None:
+            await drain(self._fleet, drained, self._take_out, timeout_s=timeout_s)
+
+        await self._run_alone("drain a replica", work)
+
+    async def replace(self, replica: int, *, drain_timeout_s: float = 600.0) -> None:
+        """Drain a replica, shut it down, and put a new one with the current weights into its place.
+
+        A call that is cancelled while it drains puts the old one back into service; later, the restart goes on by itself.
+
+        Raises:
+            SessionInputError: There is no such replica, or nothing makes a new one.
+            SessionStateError: The pool sleeps, or the replica is being restarted already.
+            ReplicaError: It was given up.
+        """
+        replaced = self._replica(replica)
+        if self._make_server is None:
+            raise SessionInputError("make_server must be given to replace a replica, got None; pass it to the pool")
+        if self._fleet.sleeping:
+            raise SessionStateError("replace must come while the pool is awake, got a pool that sleeps; wake it first")
+        if self._revival.is_at_work_on(replaced) or replaced.is_being_replaced:
+            raise SessionStateError(
+                f"replica {replica} must not be under repair, got one that is {replaced.state.value}; wait for that"
+            )
+        replaced.is_being_replaced = True
+        try:
+            if replaced.is_in_service:
+                await self.drain(replica, timeout_s=drain_timeout_s)
+            await self._revival.replace(replaced)
+        finally:
+            replaced.is_being_replaced = False
+        if replaced.state not in (_S.SERVING, _S.WAITING_FOR_WEIGHTS, _S.UPDATING, _S.ASLEEP):
+            raise ReplicaError(f"replica {replica} must be replaced, got {replaced.state.value}: {replaced.cause}")
 
     def take_out(self, server: AsyncServerBase, failure: Failure) -> None:
-        """Take a replica out of service and out of every client; its running requests may end on it."""
-        replica = self._index(server)
-        if self._in_service.pop(replica, None) is None:
+        """Take a replica out of service and out of every client; it is shut down, and its turns begin again elsewhere."""
+        replica = self._fleet.find(server)
+        if replica is None:
+            raise SessionInputError(f"server must be one of this pool's replicas, got {server!r}; use pool.servers")
+        self._lose(replica, failure)
+
+    # Inside
+
+    def _replica(self, index: int) -> Replica:
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(self._fleet.replicas):
+            raise SessionInputError(
+                f"replica must be an index below {len(self._fleet.replicas)}, got {index!r}; see pool.states"
+            )
+        return self._fleet.replicas[index]
+
+    def _lose(self, replica: Replica, failure: Failure) -> None:
+        is_out = not replica.is_in_service and replica.state not in (_S.DRAINING, _S.WAITING_FOR_WEIGHTS)
+        if is_out or self._revival.is_at_work_on(replica):
             return
-        self.lost[replica] = failure
-        for client in self._clients:
-            client.remove_server(server, reason=f"had a failure: {failure.message}")
-        logger.error("replica %d is out of service: %s: %s", replica, failure.where, failure.message)
+        replica.failure = failure
+        self._fleet.move(replica, _S.LOST, f"{failure.where}: {failure.message}")
+        self._revival.begin(replica)
+
+    def _take_out(self, replica: Replica, purpose: str, error: Exception) -> None:
+        kind = FailureKind.TIMEOUT if isinstance(error, TimeoutError) else FailureKind.ENGINE
+        self._lose(replica, Failure.from_error(error, f"replica {replica.index} had to {purpose}", kind=kind))
 
     def _found_lost(self, server: AsyncServerBase, error: BaseException) -> None:
-        if not any(known is server for known in self._all.values()):
-            return  # somebody added it to a client by hand
-        where = f"replica {self._index(server)} had to generate"
-        self.take_out(server, Failure.from_error(error, where, kind=FailureKind.ENGINE))
+        replica = self._fleet.find(server)
+        if replica is not None:  # else somebody added it to a client by hand, or it has been replaced
+            where = f"replica {replica.index} had to generate"
+            self._lose(replica, Failure.from_error(error, where, kind=FailureKind.ENGINE))
 
-    def _index(self, server: AsyncServerBase) -> int:
-        for replica, known in self._all.items():
-            if known is server:
-                return replica
-        raise SessionInputError(f"server must be one of this pool's replicas, got {server!r}; use pool.servers")
-
-    def _check_left(self, purpose: str) -> None:
-        if not self._in_service:
-            causes = "; ".join(f"replica {replica}: {failure.message}" for replica, failure in self.lost.items())
-            raise NoReplicaError(
-                f"at least one replica must be in service to {purpose}, got none ({causes}); restart them"
-            )
-
-    async def _or_take_out(self, purpose: str, operation: Callable[[AsyncServerBase], Awaitable[None]]) -> None:
-        self._check_left(purpose)
-        for replica, error in (await self._on_each(purpose, operation)).items():
-            kind = FailureKind.TIMEOUT if isinstance(error, TimeoutError) else FailureKind.ENGINE
-            self.take_out(
-                self._all[replica], Failure.from_error(error, f"replica {replica} had to {purpose}", kind=kind)
-            )
-        self._check_left(purpose)
-
-    async def _on_each(
-        self,
-        purpose: str,
-        operation: Callable[[AsyncServerBase], Awaitable[None]],
-        servers: dict[int, AsyncServerBase] | None = None,
-        *,
-        timeout_s: float | None = None,
-    ) -> dict[int, Exception]:
-        """Run `operation` on all at once, each under the deadline; return the errors by replica."""
-        failures: dict[int, Exception] = {}
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-
-        async def one(replica: int, server: AsyncServerBase) -> None:
-            key = (replica, purpose)
-            self._under_way[key] = time.monotonic()
-            deadline = asyncio.timeout(limit_s)
-            try:
-                async with deadline:
-                    await operation(server)
-                self._last_answer = f"replica {replica} had to {purpose}"
-            except TimeoutError as error:
-                failures[replica] = self._overdue(key, limit_s) if deadline.expired() else error
-            except asyncio.CancelledError as error:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
-                    raise
-                failures[replica] = ReplicaError(
-                    f"replica {replica} must {purpose}, got cancelled by itself; see its log"
-                )
-                failures[replica].__cause__ = error
-            except Exception as error:
-                failures[replica] = error
-            finally:
-                self._under_way.pop(key, None)
-
-        async with asyncio.TaskGroup() as group:
-            for replica, server in (self._in_service if servers is None else servers).items():
-                group.create_task(one(replica, server))
-        return dict(sorted(failures.items()))
-
-    def _overdue(self, key: tuple[int, str], limit_s: float) -> RequestTimeoutError:
-        """Build the error of an operation that has passed its deadline, and log what everybody is doing."""
-        replica, purpose = key
-        message = (
-            f"replica {replica} must {purpose} within {limit_s:g} s, got no answer since {ago(self._under_way[key])},"
-            f" last progress: {self._last_answer or 'no operation has ended yet'}; look at that replica's log"
+    async def _or_take_out(self, purpose: str, replicas: Iterable[Replica], operation: Operation) -> None:
+        asked = {replica.index: (replica, replica.server) for replica in replicas}
+        failures = await self._operations.on_each(
+            purpose, [replica for replica, _ in asked.values()], operation, self._timeout_s
         )
-        log_dump(message)
-        return RequestTimeoutError(message)
+        for index, error in failures.items():
+            replica, server = asked[index]
+            if replica.server is server:
+                self._take_out(replica, purpose, error)
+
+    async def _run_alone(self, purpose: str, work: Callable[[], Awaitable[T]]) -> T:
+        """Run `work` when the operation before it has ended; a caller who is cancelled waits until `work` has tidied up."""
+        if self._stopping is not None:
+            raise SessionStateError(f"the pool must be running to {purpose}, got one that is shut down; make a new one")
+
+        async def run() -> T:
+            async with self._alone:
+                return await work()
+
+        task = asyncio.get_running_loop().create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled() and not num_cancellations():
+                raise SessionStateError(
+                    f"the pool must not be shut down while replicas have to {purpose}, got a shutdown; await that first"
+                ) from None
+            await _ended(task)
+            raise
+
+
+async def _ended(task: asyncio.Task[Any]) -> None:
+    """Cancel a task and wait for what it tidies up; whoever does not wait leaves it to that."""
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task])
+    if not task.cancelled():
+        task.exception()

@@ -113,6 +113,8 @@ class Replica:
         """Of the last change."""
         self.failure: Failure | None = None
         """Why it is out of service; None: it is not, or it was drained."""
+        self.is_being_replaced = False
+        """Somebody drains it in order to fill its place anew."""
         self.num_restarts = 0
         self.restart_at: float | None = None
         """Moment of `time.monotonic` of its next restart, while it waits for that."""

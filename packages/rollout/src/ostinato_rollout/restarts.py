@@ -69,7 +69,9 @@ class RestartBudget:
             return f"was restarted {len(mine)} times within {policy.window_s:g} s, as often as max_restarts allows"
         total = sum(map(len, self._times.values()))
         if total >= policy.max_pool_restarts:
-            return f"the pool restarted {total} replicas within {policy.window_s:g} s, as many as max_pool_restarts allows"
+            return (
+                f"the pool restarted {total} replicas within {policy.window_s:g} s, as many as max_pool_restarts allows"
+            )
         wait_s = min(policy.first_backoff_s * 2.0 ** min(len(mine), 60), policy.max_backoff_s)
         mine.append(now)
         return wait_s * (1 + policy.jitter * self._random.random())

@@ -1,0 +1,137 @@
+"""One change of policy over all replicas: pause, update, check, resume.
+
+Invariant: however it ends, no replica in service has another version than the others, and none is left paused. Knows replicas and
+their states, no restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from ostinato_engines import PauseMode, UnsupportedError, WeightManifest
+from ostinato_rollout.errors import ReplicaError
+from ostinato_rollout.fleet import Fleet
+from ostinato_rollout.patience import to_its_end
+from ostinato_rollout.pool_operations import Operation, PoolOperations
+from ostinato_rollout.replica_state import Replica, ReplicaState
+
+MakeWeights = Callable[[], Iterable[tuple[str, Any]]]
+
+_S = ReplicaState
+
+
+async def give_weights(replica: Replica, manifest: WeightManifest, make_weights: MakeWeights) -> None:
+    """Bring one replica to `manifest.version`.
+
+    Raises:
+        ReplicaError: It says that it has another version afterwards.
+    """
+    await replica.server.update_weights(manifest, make_weights())
+    if replica.server.policy_version != manifest.version:
+        raise ReplicaError(
+            f"policy_version must be {manifest.version} after the update, got {replica.server.policy_version};"
+            " that server ignored the weights"
+        )
+
+
+class WeightSync:
+    """One update; made for it, and used once.
+
+    Args:
+        fleet: Whose replicas.
+        operations: How they are asked.
+        take_out: Takes a replica out of service that failed to do what the text says.
+        timeout_s: Longest time of each of its steps.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        operations: PoolOperations,
+        take_out: Callable[[Replica, str, Exception], None],
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._fleet, self._operations, self._take_out = fleet, operations, take_out
+        self._timeout_s = timeout_s
+        self._asleep: set[int] = set()
+        self._begun: set[int] = set()
+        self._done: set[int] = set()
+
+    @property
+    def has_changed_any(self) -> bool:
+        """Whether a replica has the new version."""
+        return bool(self._done)
+
+    async def run(self, manifest: WeightManifest, make_weights: MakeWeights, mode: PauseMode) -> None:
+        """Bring all live replicas to `manifest.version`, those that wait for weights too; what fails is taken out."""
+        fleet, version = self._fleet, manifest.version
+        members = fleet.live()
+        updating = [replica for replica in members if replica.is_in_service]
+        self._asleep = {replica.index for replica in updating if replica.state is _S.ASLEEP}
+        for replica in updating:
+            fleet.move(replica, _S.UPDATING, f"weights of version {version} have come")
+
+        async def pause(replica: Replica) -> None:
+            await self._pause(replica, mode)
+
+        async def update(replica: Replica) -> None:
+            self._begun.add(replica.index)
+            await give_weights(replica, manifest, make_weights)
+            self._done.add(replica.index)
+
+        try:
+            await self._on_each("pause", self._awake(updating), pause)
+            await self._on_each(
+                f"take weights of version {version}",
+                [replica for replica in members if replica.state in (_S.UPDATING, _S.WAITING_FOR_WEIGHTS)],
+                update,
+            )
+        finally:
+            await to_its_end(self._settle(members, version))
+
+    def _awake(self, replicas: Iterable[Replica]) -> list[Replica]:
+        """Those that are still to be paused or resumed: nothing runs in one that sleeps."""
+        return [replica for replica in replicas if replica.state is _S.UPDATING and replica.index not in self._asleep]
+
+    async def _on_each(self, purpose: str, replicas: Iterable[Replica], operation: Operation) -> None:
+        by_index = {replica.index: replica for replica in replicas}
+        failures = await self._operations.on_each(purpose, by_index.values(), operation, self._timeout_s)
+        for index, error in failures.items():
+            self._done.discard(index)
+            self._take_out(by_index[index], purpose, error)
+
+    async def _pause(self, replica: Replica, mode: PauseMode) -> None:
+        """Pause an engine, or bring about the same from outside where it cannot: clients hold back what is new."""
+        server = replica.server
+        for tried in dict.fromkeys((mode, PauseMode.ABORT) if mode is PauseMode.KEEP else (mode,)):
+            with suppress(UnsupportedError):
+                return await server.pause(tried)
+        if mode is not PauseMode.WAIT:
+            try:
+                await server.abort()
+            except UnsupportedError:
+                self._fleet.take_back(server)
+        return await self._fleet.left(server)
+
+    async def _settle(self, members: list[Replica], version: int) -> None:
+        """Let all go on that may, and leave out those whose weights are not what the others have."""
+
+        async def resume(replica: Replica) -> None:
+            await replica.server.resume()
+
+        await self._on_each("go on after a pause", self._awake(members), resume)
+        for replica in members:
+            if replica.state is _S.UPDATING:
+                into = _S.ASLEEP if replica.index in self._asleep else _S.SERVING
+                if replica.index in self._done:
+                    self._fleet.move(replica, into, f"has version {version}")
+                elif replica.index in self._begun or self._done:
+                    self._fleet.move(replica, _S.WAITING_FOR_WEIGHTS, f"the update to version {version} was given up")
+                else:
+                    self._fleet.move(replica, into, f"the update to version {version} was given up before it began")
+            elif replica.state is _S.WAITING_FOR_WEIGHTS and replica.index in self._done:
+                into = _S.ASLEEP if self._fleet.sleeping else _S.SERVING
+                self._fleet.move(replica, into, f"has version {version}")
