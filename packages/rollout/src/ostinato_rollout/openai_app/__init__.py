@@ -9,6 +9,7 @@ from ostinato_engines import MissingDependencyError
 
 try:
     from ostinato_rollout.openai_app.app import OpenAIApp, OpenChat, Watch
+    from ostinato_rollout.openai_app.delivery import error_response
     from ostinato_rollout.openai_app.serving import Served, serving
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] not in ("starlette", "uvicorn"):
@@ -33,5 +34,6 @@ __all__ = [
     "SessionStore",
     "UnknownSessionError",
     "Watch",
+    "error_response",
     "serving",
 ]

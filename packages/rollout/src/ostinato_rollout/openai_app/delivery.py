@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_READ_TO_REFUSE, _REFUSE_S = 8, 2.0
+"""A body up to so many times too long is read for so long and dropped: a client that is not read to the end sees no answer."""
 _EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -74,22 +76,28 @@ async def read_body(request: Request, limits: AppLimits) -> bytes:
         raise ApiError(
             f"Content-Type must be application/json, uncompressed, got {kind!r:.80}; send that header", status=415
         )
-    body = bytearray()
+    body, num_bytes = bytearray(), 0
     length = request.headers.get("content-length", "")
-    too_long = length.isdecimal() and int(length[:20]) > limits.max_body_bytes
+    bound = limits.max_body_bytes * _READ_TO_REFUSE
+    too_long = length.isdecimal() and int(length[:20]) > bound
     try:
-        async with asyncio.timeout(limits.body_timeout_s):
+        async with asyncio.timeout(limits.body_timeout_s) as deadline:
             async for part in request.stream():
-                body += part
-                if too_long or len(body) > limits.max_body_bytes:
-                    raise ApiError(
-                        f"the body must hold at most {limits.max_body_bytes} bytes, got more; send less", status=413
-                    )
+                if num_bytes <= limits.max_body_bytes < num_bytes + len(part):
+                    deadline.reschedule(asyncio.get_running_loop().time() + min(limits.body_timeout_s, _REFUSE_S))
+                num_bytes += len(part)
+                if num_bytes <= limits.max_body_bytes:
+                    body += part
+                if too_long or num_bytes > bound:
+                    break
     except TimeoutError:
-        raise ApiError(
-            f"the body must arrive within {limits.body_timeout_s:g} s, got {len(body)} bytes; send it faster",
-            status=408,
-        ) from None
+        if num_bytes <= limits.max_body_bytes:
+            raise ApiError(
+                f"the body must arrive within {limits.body_timeout_s:g} s, got {num_bytes} bytes; send it faster",
+                status=408,
+            ) from None
+    if too_long or num_bytes > limits.max_body_bytes:
+        raise ApiError(f"the body must hold at most {limits.max_body_bytes} bytes, got more; send less", status=413)
     return bytes(body)
 
 

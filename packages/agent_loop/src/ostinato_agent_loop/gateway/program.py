@@ -1,0 +1,163 @@
+"""A program of the user's own, from its start to the end of everything that it started.
+
+Invariants: it is gone, with the processes of its group, when `run_program` has returned, raised or been cancelled; what it
+writes is read to the end and kept within a bound; it sees no variable of this process that it was not given. Knows no model.
+It is no sandbox: the program runs with the rights of whoever trains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from ostinato_agent_loop.errors import AgentProgramError
+
+_PASSED = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
+_MAX_OUTPUT_BYTES = 1 << 20
+_MAX_ERROR_BYTES = 1 << 14
+_SHOWN_CHARACTERS = 2000
+_DRAIN_S = 5.0
+
+
+class ProgramResult(msgspec.Struct, frozen=True):
+    """How a program ended."""
+
+    status: int
+    """Its exit status; -N where signal N ended it."""
+    stdout: str
+    """The last mebibyte of what it wrote."""
+    stderr: str
+    """The last 16 KiB of what it complained about."""
+
+    def check(self) -> None:
+        """Raise AgentProgramError unless it ended with status 0."""
+        if self.status == 0:
+            return
+        how = f"status {self.status}" if self.status > 0 else f"signal {_signal_name(-self.status)}"
+        last = self.stderr.strip()[-_SHOWN_CHARACTERS:] or "it wrote nothing to stderr"
+        raise AgentProgramError(f"the agent's program must end with status 0, got {how}; its last lines: {last}")
+
+
+async def run_program(
+    command: Sequence[str],
+    *,
+    stdin: bytes,
+    env: Mapping[str, str],
+    pass_env: Sequence[str] = (),
+    cwd: str | Path | None = None,
+) -> ProgramResult:
+    """Run a program to its end. Cancelling kills it and all processes of its group.
+
+    Args:
+        command: Program and arguments; no shell reads them.
+        stdin: What it may read.
+        env: Variables that it gets.
+        pass_env: Variables of this process that it gets beside the usual ones (PATH, HOME, the locale, ...).
+        cwd: Where it runs; None: in an empty folder, removed afterwards.
+
+    Raises:
+        AgentProgramError: It cannot be started.
+    """
+    given = {name: os.environ[name] for name in (*_PASSED, *pass_env) if name in os.environ}
+    async with AsyncExitStack() as stack:
+        if cwd is None:
+            folder = tempfile.TemporaryDirectory(prefix="ostinato-agent-", ignore_cleanup_errors=True)
+            cwd = stack.enter_context(folder)
+        source = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  (the stack closes it)
+        source.write(stdin)
+        source.seek(0)
+        # Pipes of our own: asyncio's wait for a program would else last until all that it started have closed theirs.
+        stdout = await stack.enter_async_context(_Output.piped(_MAX_OUTPUT_BYTES))
+        stderr = await stack.enter_async_context(_Output.piped(_MAX_ERROR_BYTES))
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=source,
+                stdout=stdout.write_end,
+                stderr=stderr.write_end,
+                env={**given, **env},
+                cwd=cwd,
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            raise AgentProgramError(
+                f"the agent's program must start, got {error} for {list(command)!r:.200}; check agent.gateway.command and cwd"
+            ) from error
+        try:
+            await process.wait()
+        finally:
+            _kill_group(process.pid)
+            await asyncio.shield(asyncio.create_task(process.wait()))
+        await stdout.end()
+        await stderr.end()
+        assert process.returncode is not None
+        return ProgramResult(process.returncode, stdout.text(), stderr.text())
+
+
+class _Output:
+    """The end of what a program writes to a pipe."""
+
+    def __init__(self, write_end: int, bound: int) -> None:
+        self.write_end = write_end
+        """File descriptor that the program gets."""
+        self._bound, self._kept = bound, bytearray()
+        self._reading: asyncio.Task[None] | None = None
+
+    @classmethod
+    @asynccontextmanager
+    async def piped(cls, bound: int) -> AsyncIterator[_Output]:
+        """Make a pipe and read it; what is beyond the last `bound` bytes is forgotten."""
+        read_end, write_end = os.pipe()
+        output, reader = cls(write_end, bound), asyncio.StreamReader()
+        transport = None
+        try:
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
+            )
+            output._reading = asyncio.create_task(output._read(reader))
+            yield output
+        finally:
+            output._close()
+            if output._reading is not None:
+                output._reading.cancel()
+            if transport is not None:
+                transport.close()
+
+    async def end(self) -> None:
+        """Wait until all is read that the program wrote; one of another session that holds the pipe is not waited for."""
+        self._close()
+        assert self._reading is not None
+        await asyncio.wait({self._reading}, timeout=_DRAIN_S)
+
+    def text(self) -> str:
+        """Return what was kept."""
+        return self._kept.decode(errors="replace")
+
+    def _close(self) -> None:
+        if self.write_end >= 0:
+            os.close(self.write_end)
+            self.write_end = -1
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while part := await reader.read(1 << 16):
+            self._kept += part
+            del self._kept[: -self._bound]
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
