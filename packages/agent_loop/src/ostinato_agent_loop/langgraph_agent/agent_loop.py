@@ -89,7 +89,7 @@ class LangGraphAgentLoop(AgentLoopBase):
             state_rewards = await opened.calc_rewards()
         tools.metrics.num_release_failures = len(opened.release_failures)
         tools.metrics.num_continuations = conversations.num_continuations
-        tools.metrics.num_exact_continuations = conversations.num_user_turns
+        tools.metrics.num_exact_continuations = conversations.num_exact_continuations
         extra = {
             "turn_scores": tools.turn_scores,
             "tool_rewards": tools.tool_rewards,

@@ -57,7 +57,7 @@ class GraphConversations:
         self._finished: TrajectoryEnd | None = None
         self._first: ChatSession | None = None
         self.last: ChatSession | None = None
-        """The conversation that had the last turn."""
+        """The conversation that had the last turn; the first one until then."""
         self.last_end: TrajectoryEnd | None = None
         """Why the last turn was cut or refused; None: it was neither."""
         self.num_assistant_turns = 0
@@ -65,7 +65,10 @@ class GraphConversations:
         self.num_user_turns = 0
         """How often a conversation went on after a turn."""
         self.num_continuations = 0
-        """Histories that brought earlier turns; of these, `num_user_turns` went on in a conversation as its tokens are."""
+        """Turns whose history brought earlier ones."""
+        self.num_exact_continuations = 0
+        """Of these, those that went on in a conversation as its tokens are; the others began one."""
+        self._num_begun = 0
 
     @property
     def chats(self) -> list[ChatSession]:
@@ -100,25 +103,28 @@ class GraphConversations:
         tracked = self._tracked.find(messages, tools)
         goes_on = tracked is not None and tracked.answered
         self._check_limits(goes_on)
-        self.num_continuations += any(message["role"] == "assistant" for message in messages)
+        is_found, brings_turns = tracked is not None, any(message["role"] == "assistant" for message in messages)
+        number = self._num_begun
+        self._num_begun += 1
         self.num_assistant_turns += 1
-        number = self.num_assistant_turns - 1
-        is_counted = False
+        is_sampled = False
         try:
-            tracked = self._tracked.begin(tools) if tracked is None else tracked
+            tracked = tracked or self._tracked.begin(tools)
             async with self._tracked.hold(tracked, messages):
                 self.num_user_turns += goes_on
                 turn = await self._sample(tracked, number, max_tokens)
                 tracked.answer(show(turn))
-                is_counted = True
-                return turn
+                is_sampled = True
+            self.num_continuations += brings_turns
+            self.num_exact_continuations += brings_turns and is_found
+            return turn
         except BudgetExceededError as error:
             end = self._end_of(error, goes_on)
             if end is None:
                 raise
             raise self._refused(end, str(error)) from error
         finally:
-            self.num_assistant_turns -= not is_counted
+            self.num_assistant_turns -= not is_sampled
 
     async def close(self) -> None:
         """End every conversation; turns under way are cancelled."""
@@ -131,7 +137,8 @@ class GraphConversations:
         if params.seed is not None and number:
             params = msgspec.structs.replace(params, seed=derive_seed(params.seed, number, 0))
         self._params[chat] = params
-        self._first = self._first or chat
+        if self._first is None:
+            self._first = self.last = chat
         return chat
 
     async def _sample(self, tracked: TrackedChat, number: int, max_tokens: int | None) -> GraphTurn:
