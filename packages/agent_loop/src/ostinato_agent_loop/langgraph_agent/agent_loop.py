@@ -119,6 +119,10 @@ class LangGraphAgentLoop(AgentLoopBase):
     ) -> Any:
         """Run the graph; return its last state, or None where a limit ended it."""
         graph = self.build_graph(model, langchain_tools(tools, bridge))
+        if not isinstance(graph, Runnable):
+            raise GraphStateError(
+                f"build_graph must return a compiled graph, got {type(graph).__name__}; return graph.compile()"
+            )
         try:
             state = await self.run_graph(graph, self.graph_input(row), self.graph_config())
         except TurnLimitError:
