@@ -90,7 +90,7 @@ class SpanSink(Protocol):
     """Where a tracer writes. Its methods run on the tracer's thread and may take as long as they like."""
 
     def open(self) -> None:
-        """Connect; asked again after a failure."""
+        """Connect, or see whether the connection still holds; asked again after a failure."""
         ...
 
     def write(self, spans: Sequence[Span]) -> None:
@@ -98,7 +98,7 @@ class SpanSink(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of what `open` took; called once, if at all."""
+        """Let go of what `open` took, if anything; called once, at the end."""
         ...
 
 

@@ -103,8 +103,8 @@ class Tracer:
 
     def put(self, span: Span, *, size: int = 0) -> bool:
         """Take a span of so many tokens and characters, without waiting; False: it was dropped."""
-        taken = self._queue.put(span, size)
         with self._counting:
+            taken = self._queue.put(span, size)
             self._offered += 1
             self._dropped += not taken
         if not taken and not self._warned_full and not self._closing.is_set():
@@ -171,13 +171,14 @@ class Tracer:
             if not spans:
                 break
             began = time.thread_time()
-            is_open = self._deliver([ready for ready in map(self._prepared, spans) if ready is not None], is_open)
+            ready = [span for span in map(self._prepared, spans) if span is not None]
+            if ready:
+                is_open = self._deliver(ready, is_open)
             self._rest((time.thread_time() - began) * (1 / MAX_SHARE - 1))
-        if is_open:
-            try:
-                self._sink.close()
-            except Exception:  # the backend's; there is nobody else to tell
-                logger.exception("the tracer's backend failed while closing")
+        try:
+            self._sink.close()
+        except Exception:  # the backend's; there is nobody else to tell
+            logger.exception("the tracer's backend failed while closing")
 
     def _deliver(self, spans: list[Span], is_open: bool) -> bool:
         """Hand spans to the sink, again after failures; count them. Returns whether the sink is open."""
@@ -189,6 +190,7 @@ class Tracer:
                     is_open = True
                 self._sink.write(spans)
             except Exception as error:  # the backend's; the run goes on without these spans
+                is_open = False
                 if not self._warned_broken:
                     self._warned_broken = True
                     logger.warning("the tracer's backend failed: %s: %s", type(error).__name__, error, exc_info=error)
@@ -218,7 +220,7 @@ class Tracer:
         try:
             return self._storable(span)
         except Exception:  # a value of a foreign class, of which more can go wrong than is foreseen
-            logger.exception("the span %r of trajectory %s cannot be recorded", span.name, span.labels.trajectory_id)
+            logger.exception("the span %r of trace %s cannot be recorded", span.name, span.trace_id)
             self._count(dropped=1)
             return None
 
