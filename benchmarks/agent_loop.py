@@ -47,6 +47,8 @@ CONVERSATIONS = 32
 TOOL_TURNS = 8
 LENGTHS = ((1024, 2048), (2048, 16_384))
 """Prompt and response lengths to which verl pads: what these conversations need, and what long ones do."""
+RUNS_A_ROUND = 1 + len(LENGTHS)
+"""One without the check; one with it for each of the lengths."""
 CONCURRENT = (2500, 5000, 10_000)
 MAX_ANSWER = 2000
 TOOL = {
@@ -85,29 +87,30 @@ CONFIG = {
 
 
 class Workload:
-    """Conversations of every round, as files that both sides read.
+    """Conversations of every run, as files that both sides read. No text occurs twice: its number stands in it.
 
     Args:
         folder: Where they are written.
         tokenizer_folder: The tokenizer with its chat template.
-        rounds: How many, the one that warms included.
+        num_runs: How many times conversations are run; each time they are others.
     """
 
-    def __init__(self, folder: Path, tokenizer_folder: Path, rounds: int) -> None:
-        self.folder, self.rounds = folder, rounds
+    def __init__(self, folder: Path, tokenizer_folder: Path, num_runs: int) -> None:
+        self.folder = folder
         self.tokenizer = ChatTokenizer.from_pretrained(tokenizer_folder)
         shutil.copytree(tokenizer_folder, folder / "model")
         (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
         (folder / "verl_tools.py").write_text(VERL_TOOLS)
-        self._texts = (text for text in _pieces(corpus("prose")) if "<" not in text)
+        self._texts = itertools.cycle([text for text in _pieces(corpus("prose")) if "<" not in text])
+        self._numbers = itertools.count(1)
         self.answers: dict[str, str] = {}
-        for number in range(rounds):
+        for number in range(num_runs):
             conversations = [self._conversation(f"{number}/{place}") for place in range(CONVERSATIONS)]
             (folder / f"conversations-{number}.json").write_text(json.dumps(conversations))
         (folder / "answers.json").write_text(json.dumps(self.answers))
 
     def conversations(self, number: int) -> list[dict]:
-        """Those of one round."""
+        """Those of one run."""
         return json.loads((self.folder / f"conversations-{number}.json").read_text())
 
     def _conversation(self, name: str) -> dict:
@@ -124,7 +127,7 @@ class Workload:
         return {"prompt": prompt, "turns": [*turns, self._said(self._text(200))]}
 
     def _text(self, length: int) -> str:
-        pieces: list[str] = []
+        pieces = [f"{next(self._numbers)}."]
         while sum(map(len, pieces)) < length:
             pieces.append(next(self._texts))
         return " ".join(pieces)[:length].strip()
@@ -259,7 +262,7 @@ def _ask(peer: PeerProcess, request: dict) -> dict:
     return answer
 
 
-def compare(workload: Workload) -> dict[str, object]:
+def compare(workload: Workload, num_rounds: int) -> dict[str, object]:
     """Both sides, round by round; what needs verl is None where it is not there."""
     python = python_of("verl")
     peer = None if python is None else PeerProcess("verl", python, "agent_loop_peer.py", str(workload.folder))
@@ -275,15 +278,16 @@ def compare(workload: Workload) -> dict[str, object]:
             best[what] = min(seconds, best.get(what, seconds))
 
     with asyncio.Runner() as runner:
-        for number in range(workload.rounds):
-            conversations = workload.conversations(number)
-            took("unchecked", number, runner.run(unchecked.turns(conversations)))
+        runs = itertools.count()
+        for number in range(num_rounds):
+            took("unchecked", number, runner.run(unchecked.turns(workload.conversations(next(runs)))))
             for lengths in LENGTHS:
-                took("ours", number, runner.run(ours.turns(conversations)))
+                run = next(runs)
+                took("ours", number, runner.run(ours.turns(workload.conversations(run))))
                 took("our arrays", number, ours.arrays())
                 if peer is None:
                     continue
-                request = {"round": number, "lengths": lengths}
+                request = {"conversations": run, "lengths": lengths}
                 took("verl", number, _ask(peer, {"run": "turns", **request})["seconds"])
                 took(f"verl arrays {lengths}", number, _ask(peer, {"run": "arrays", **request})["seconds"])
                 same = same and _ask(peer, {"run": "digest", **request})["digest"] == ours.digest()
@@ -343,12 +347,13 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with tempfile.TemporaryDirectory() as scratch:
-        rounds = 1 if arguments.memory else 1 + arguments.rounds
-        workload = Workload(Path(scratch), arguments.shared / "tokenizers" / "qwen25", rounds)
+        num_rounds = 1 + arguments.rounds
+        num_runs = 1 if arguments.memory else num_rounds * RUNS_A_ROUND
+        workload = Workload(Path(scratch), arguments.shared / "tokenizers" / "qwen25", num_runs)
         if arguments.memory:
             print(json.dumps(asyncio.run(memory(workload))))
             return
-        figures = compare(workload)
+        figures = compare(workload, num_rounds)
     again = [sys.executable, "-m", "benchmarks.agent_loop", "--memory", "--shared", str(arguments.shared)]
     *shown, last = subprocess.run(again, check=True, capture_output=True, text=True).stdout.splitlines()
     print(*shown, sep="\n", flush=True)

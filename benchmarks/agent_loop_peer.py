@@ -127,7 +127,7 @@ def main():
                     sides[lengths] = Verl(folder, lengths)
                 side = sides[lengths]
                 if request["run"] == "turns":
-                    side.begin(request["round"])
+                    side.begin(request["conversations"])
                     answer = {"seconds": runner.run(side.turns())}
                 elif request["run"] == "arrays":
                     answer = {"seconds": runner.run(side.arrays())}

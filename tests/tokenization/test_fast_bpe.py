@@ -2,6 +2,7 @@
 
 import json
 import sys
+from array import array
 
 import pytest
 import tokenizers
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from ostinato_tokenization.fast_bpe import describe, fast_encoder
-from ostinato_tokenization.plain_text import PlainEncoder, control_tokens
+from ostinato_tokenization.plain_text import PlainEncoder, _Recent, control_tokens
 from ostinato_tokenization.word_split import (
     GPT2_PATTERN,
     beyond_ascii,
@@ -220,3 +221,31 @@ def test_very_long_runs_are_encoded_like_others(with_tiktoken, text):
     """One word of thousands of characters has the tokenizer's ids, whoever computes them."""
     encoder, tokenizer = pair("modern", with_tiktoken)
     assert encoder.encode(text) == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_texts_met_again_are_not_encoded_again(make):
+    """What was encoded not long ago is known, for each way of beginning a text; the ids are those of the first time."""
+    encoder = PlainEncoder(make("plain")._tokenizer, ())
+    asked: list[str] = []
+    computed = encoder._computed
+    encoder._computed = lambda text, *, with_prefix: asked.append(text) or computed(text, with_prefix=with_prefix)
+    first = [encoder.encode(text, with_prefix=with_prefix) for text in ("abcd", "x") for with_prefix in (True, False)]
+    again = [encoder.encode(text, with_prefix=with_prefix) for text in ("abcd", "x") for with_prefix in (True, False)]
+    assert first == again
+    assert asked == ["abcd", "abcd", "x", "x"]
+
+
+@pytest.mark.parametrize("size", [1, 300, 100_000, 1_000_000])
+def test_recent_texts_take_a_bounded_part_of_memory(size):
+    """However many texts of whatever length come by, only the last few megabytes are kept, and what is asked for stays.
+
+    A text that alone would take much of that is not kept."""
+    recent = _Recent()
+    recent.keep("often", array("i", [1]))
+    for number in range(40_000_000 // (size + 200)):
+        recent.keep(f"{number}".ljust(size), array("i"))
+        if number % 10 == 0:
+            assert recent.get("often") is not None
+    kept = [*recent._young, *recent._old]
+    assert sum(map(len, kept)) + 200 * len(kept) < 10_000_000
+    assert (len(kept) == 1) == (size == 1_000_000)

@@ -18,7 +18,8 @@ from ostinato_tokenization.errors import TokenizerLoadError
 from ostinato_tokenization.fast_bpe import Encode, describe, fast_encoder, id_array
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
-_MAX_SHORT = 16
+_MAX_RECENT_BYTES = 1 << 22
+_BYTES_OF_ENTRY = 200
 
 
 class EncodePlain(Protocol):
@@ -96,6 +97,36 @@ def marks_start(tokenizer: tokenizers.Tokenizer) -> bool:
     return any(_without_prefix(part) != part for part in parts)
 
 
+class _Recent:
+    """The ids of texts met not long ago: a system prompt, what a template writes between turns, the answer of a tool that
+    is compared with a fresh rendering at the end.
+
+    Two generations of a few megabytes: where the younger one is full, the older one is forgotten, and what is asked for again moves up.
+    """
+
+    def __init__(self) -> None:
+        self._young: dict[str, array[int]] = {}
+        self._old: dict[str, array[int]] = {}
+        self._num_bytes = 0
+
+    def get(self, text: str) -> array[int] | None:
+        """The ids of a text; None where they are not known."""
+        ids = self._young.get(text)
+        if ids is None and (ids := self._old.get(text)) is not None:
+            self.keep(text, ids)
+        return ids
+
+    def keep(self, text: str, ids: array[int]) -> None:
+        """Remember the ids of a text, unless it is a very long one."""
+        num_bytes = _BYTES_OF_ENTRY + 2 * len(text)
+        if num_bytes > _MAX_RECENT_BYTES // 16:
+            return
+        self._num_bytes += num_bytes
+        if self._num_bytes > _MAX_RECENT_BYTES:
+            self._old, self._young, self._num_bytes = self._young, {}, num_bytes
+        self._young[text] = ids
+
+
 class PlainEncoder:
     """A copy of a tokenizer that knows no control tokens.
 
@@ -127,6 +158,7 @@ class PlainEncoder:
                 self._fast_inner = self._fast(*inner, lambda text: self._ids(self._inner, text))
         self.is_fast = self._fast_outer is not None and self._fast_inner is not None
         """Whether text is encoded by something faster than the tokenizer."""
+        self._recent = {with_prefix: _Recent() for with_prefix in (False, True)}
 
     def _fast(self, normalizer: Any, pre_tokenizer: Any, reference: Callable[[str], list[int]]) -> Encode | None:
         return fast_encoder(self._tokenizer, normalizer, pre_tokenizer, self._forbidden, reference, self._controls)
@@ -167,7 +199,15 @@ class PlainEncoder:
         return self.encode_array(text, with_prefix=with_prefix).tolist()
 
     def encode_array(self, text: str, *, with_prefix: bool) -> array[int]:
-        """The same as array('i'), which is far cheaper to keep and to join."""
+        """The same as array('i'), which is far cheaper to keep and to join, and not to be changed: it may be kept here, too."""
+        recent = self._recent[with_prefix]
+        ids = recent.get(text)
+        if ids is None:
+            ids = self._computed(text, with_prefix=with_prefix)
+            recent.keep(text, ids)
+        return ids
+
+    def _computed(self, text: str, *, with_prefix: bool) -> array[int]:
         if not text:
             return array("i")
         fast = self._fast_outer if with_prefix else self._fast_inner
@@ -204,20 +244,13 @@ class PlainEncoder:
         """
         ids = array("i")
         start, strip_next = 0, False
-        short: dict[tuple[str, bool], array[int]] = {}  # what a template writes between tokens, again and again
         for at, end, token in found:
             if token.single_word and _touches_word(text, at, end):
                 continue
             piece = text[start:at]
             piece = piece.lstrip() if strip_next else piece
             piece = piece.rstrip() if token.lstrip else piece
-            key = piece, with_prefix
-            known = short.get(key)
-            if known is None:
-                known = self.encode_array(restore(piece), with_prefix=with_prefix)
-                if len(piece) <= _MAX_SHORT:
-                    short[key] = known
-            ids += known
+            ids += self.encode_array(restore(piece), with_prefix=with_prefix)
             ids.append(token.id)
             start, strip_next, with_prefix = end, token.rstrip, self.prefix_follows(token)
         piece = text[start:].lstrip() if strip_next else text[start:]
