@@ -1,0 +1,54 @@
+"""The quickstart's task with the agent as a LangGraph graph is the same run."""
+
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ostinato_trainer.quickstart.run import WARM_START, run_quickstart
+from ostinato_trainer.sft import SftSettings
+
+pytest.importorskip("plotille")
+pytest.importorskip("langgraph", reason="needs the extra langgraph")
+
+REACT = "actor_rollout_ref.rollout.agent.default_agent_loop=react_agent"
+SHORT = ("trainer.total_training_steps=2", "trainer.test_freq=2", "trainer.save_freq=2", "data.train_batch_size=4")
+SHORT += ("actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=4")
+SHORT_WARM_START = SftSettings(steps=8, batch_size=8, lr=4e-3, warmup_steps=2)
+
+
+def run(output: Path, *overrides: str, seed: int, warm_start: SftSettings = SHORT_WARM_START) -> list[dict]:
+    """Run the quickstart and return what it measured, without what a clock did."""
+    console = Console(file=io.StringIO(), width=120)
+    run_quickstart(output, seed=seed, console=console, warm_start=warm_start, overrides=overrides)
+    return [without_times(json.loads(line)) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A step's metrics that do not depend on the clock."""
+    clocked = ("timing_", "perf/time", "perf/throughput", "agent_loop/")
+    return {key: value for key, value in record.items() if not key.startswith(clocked)}
+
+
+def test_react_agent_is_the_same_run(tmp_path: Path) -> None:
+    """With one seed, tool_agent and react_agent give the same metrics, bit for bit: the same tokens were sampled and trained."""
+    tool = run(tmp_path / "tool", *SHORT, seed=3)
+    react = run(tmp_path / "react", *SHORT, REACT, seed=3)
+    assert tool == react
+    assert [record["step"] for record in react] == [0, 1, 2]
+    assert react[-1]["num_turns/mean"] > 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_react_agent_gains_what_tool_agent_gains(tmp_path: Path) -> None:
+    """Over the whole quickstart the reward of every step is that of tool_agent, and it rises."""
+    tool = run(tmp_path / "tool", seed=1, warm_start=WARM_START)
+    react = run(tmp_path / "react", REACT, seed=1, warm_start=WARM_START)
+    assert tool == react
+    rewards = [record["critic/score/mean"] for record in react if "critic/score/mean" in record]
+    assert sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5 >= 0.3
