@@ -8,6 +8,7 @@ no reward and no server.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterable, Iterable, Sequence
@@ -394,7 +395,7 @@ class GroupStream(Generic[Prompt, Result]):
         if self._options.num_groups is not None:
             num_groups = min(num_groups, self._options.num_groups - self._num_taken())
         groups: Iterable[OpenGroup[Prompt, Result]] = self._ready.values()
-        if self._options.in_order and not self._is_over():
-            first_open = min(self._open, default=None)
-            groups = (g for index, g in sorted(self._ready.items()) if first_open is None or index < first_open)
+        if self._options.in_order:
+            first_open = sys.maxsize if self._is_over() else min(self._open, default=sys.maxsize)
+            groups = (self._ready[index] for index in sorted(self._ready) if index < first_open)
         return sorted(islice(groups, num_groups), key=lambda group: group.index)

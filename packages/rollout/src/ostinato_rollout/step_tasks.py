@@ -81,7 +81,6 @@ class StepTasks(Generic[Prompt, Result]):
         self._progress.end()
         was_interrupted = task in self._interrupted
         self._interrupted.discard(task)
-        # A verdict that came in spite of the interruption would keep one group more than were asked for.
-        is_void = was_interrupted and (task.cancelled() or step.number is None)
+        is_void = was_interrupted and task.cancelled()
         ended = None if is_void else self._work.outcome(task, step.group, step.number)
         self._on_end(step.group, step.number, ended)
