@@ -144,10 +144,14 @@ class RayWorkers:
         await self.shutdown()
 
     async def report(self) -> list[WorkerReport]:
-        """What those that are there have under way."""
+        """What those that are there have under way; one that is lost meanwhile is left out."""
         processes = [worker.process for worker in self.workers if worker.process is not None]
         async with asyncio.timeout(self._silence_s):
-            return list(await asyncio.gather(*(process.ask("report") for process in processes)))
+            answers = await asyncio.gather(*(process.ask("report") for process in processes), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, ActorLostError):
+                raise answer
+        return [answer for answer in answers if isinstance(answer, WorkerReport)]
 
     # Workers
 
@@ -159,7 +163,7 @@ class RayWorkers:
         try:
             async with deadline:
                 await process.start()
-                while not (endpoints := self._endpoints()):
+                while not (endpoints := self._endpoints()):  # noqa: ASYNC110  pools tell nobody
                     await asyncio.sleep(_LOOK_S)
                 share = WorkerShare(worker.number, len(self.workers), self._no_replica_timeout_s)
                 await process.ask("build", self._spec, share, endpoints)
