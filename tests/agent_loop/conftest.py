@@ -68,6 +68,7 @@ class World:
         colocated=False,
         seed=0,
         server=None,
+        tracer=None,
         **multi_turn,
     ) -> AgentLoopManager:
         """Make a manager over one server that samples `replies`."""
@@ -89,6 +90,7 @@ class World:
             reward_fn=self.reward if reward_fn is None else reward_fn,
             seed=seed,
             colocated=colocated,
+            tracer=tracer,
         )
         return self.manager
 

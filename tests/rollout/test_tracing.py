@@ -294,6 +294,14 @@ def test_rows_are_chosen_by_their_index_alone(limit, expected):
             assert sorted(traced) == expected
 
 
+def test_a_stream_has_steps_too():
+    """Where rows come without end, the first of every so many are recorded; a validation has rows of its own."""
+    with recording(max_samples_per_step=1, rows_per_step=4) as (tracer, _):
+        train = [msgspec.structs.replace(_labelled(index), validate=False) for index in range(9)]
+        assert [labels.sample_index for labels in train if tracer.trajectory(labels) is not None] == [0, 4, 8]
+        assert [index for index in range(9) if tracer.trajectory(_labelled(index)) is not None] == [0]
+
+
 def _labelled(index):
     return msgspec.structs.replace(LABELS, sample_index=index)
 

@@ -134,6 +134,7 @@ def build_manager(
         project_name=config.trainer.project_name,
         experiment_name=config.trainer.experiment_name,
         folder=config.trainer.local_dir,
+        rows_per_step=config.data.train_batch_size,
     )
     rollout = msgspec.structs.replace(rollout, trace=trace)
     tokens = ContinuousTokens(tokenizer, template_kwargs=config.data.apply_chat_template_kwargs)

@@ -23,6 +23,8 @@ class TraceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Also record prompts and turns as text, control tokens included; it is decoded beside the run."""
     max_samples_per_step_per_worker: int | None = None
     """Dataset rows recorded per step and worker, with all their trajectories; those are the first rows of the step. Null: all."""
+    rows_per_step: int | None = None
+    """Rows of a training step, to tell steps apart in an endless stream of rows; null: `data.train_batch_size`."""
     project_name: str | None = None
     """MLflow's experiment; null: `trainer.project_name`."""
     experiment_name: str | None = None
@@ -44,7 +46,7 @@ class TraceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return ("path",) if self.backend is TraceBackend.MLFLOW else ("project_name", "tracking_uri")
 
     def __post_init__(self) -> None:
-        for name, minimum in (("max_samples_per_step_per_worker", 0), ("max_queued_spans", 1)):
+        for name, minimum in (("max_samples_per_step_per_worker", 0), ("rows_per_step", 1), ("max_queued_spans", 1)):
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise ValueError(f"{name} must be at least {minimum}, got {value}; leave it out for its default")

@@ -16,7 +16,14 @@ from ostinato_rollout.tracing.span import SpanSink
 from ostinato_rollout.tracing.tracer import Decoder, Tracer
 
 
-def completed(config: TraceConfig, *, project_name: str, experiment_name: str, folder: str | Path) -> TraceConfig:
+def completed(
+    config: TraceConfig,
+    *,
+    project_name: str,
+    experiment_name: str,
+    folder: str | Path,
+    rows_per_step: int | None = None,
+) -> TraceConfig:
     """Return the settings with nothing left open, so that they mean the same in every process.
 
     Args:
@@ -24,6 +31,7 @@ def completed(config: TraceConfig, *, project_name: str, experiment_name: str, f
         project_name: For `project_name` if that is not set.
         experiment_name: For `experiment_name` if that is not set.
         folder: The run's folder.
+        rows_per_step: For `rows_per_step` if that is not set.
 
     Raises:
         TracingUnavailableError: MLflow is asked for and not installed.
@@ -38,6 +46,7 @@ def completed(config: TraceConfig, *, project_name: str, experiment_name: str, f
         config,
         project_name=project_name if config.project_name is None else config.project_name,
         experiment_name=experiment_name if config.experiment_name is None else config.experiment_name,
+        rows_per_step=rows_per_step if config.rows_per_step is None else config.rows_per_step,
         tracking_uri=uri,
         path=str(path.expanduser().absolute()),
     )
@@ -62,6 +71,7 @@ def make_tracer(config: TraceConfig, *, decoder: Decoder, num_workers: int = 1) 
         experiment_name=config.experiment_name or "",
         decoder=decoder if config.token2text else None,
         max_samples_per_step=None if limit is None else limit * num_workers,
+        rows_per_step=config.rows_per_step,
         max_queued_spans=config.max_queued_spans,
         shutdown_timeout_s=config.shutdown_timeout_s,
     )

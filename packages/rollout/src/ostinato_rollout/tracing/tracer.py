@@ -57,6 +57,7 @@ class Tracer:
         experiment_name: What every span names as its experiment.
         decoder: Decodes token ids; None: ids only.
         max_samples_per_step: Only rows with a smaller `sample_index` are recorded; None: all.
+        rows_per_step: Of a stream, the index is taken modulo this; None: rows come in steps anyway.
         max_queued_spans: Spans that wait to be written; further ones are dropped.
         shutdown_timeout_s: How long `close` waits if it is not told.
     """
@@ -68,12 +69,13 @@ class Tracer:
         experiment_name: str = "",
         decoder: Decoder | None = None,
         max_samples_per_step: int | None = None,
+        rows_per_step: int | None = None,
         max_queued_spans: int = 4096,
         shutdown_timeout_s: float = 10.0,
     ) -> None:
         self.experiment_name = experiment_name
         self._sink, self._decoder = sink, decoder
-        self._max_samples_per_step = max_samples_per_step
+        self._max_samples_per_step, self._rows_per_step = max_samples_per_step, rows_per_step
         self._shutdown_timeout_s = shutdown_timeout_s
         self._queue = SpanQueue(max_queued_spans)
         self._counting = threading.Condition()
@@ -92,10 +94,18 @@ class Tracer:
 
     def trajectory(self, labels: TrajectoryLabels) -> TrajectoryTrace | None:
         """Begin to record a trajectory; None: its row is not among those that are recorded, or the tracer is closed."""
-        limit = self._max_samples_per_step
-        if (limit is not None and labels.sample_index >= limit) or self._closing.is_set():
+        if self._closing.is_set() or not self._is_chosen(labels):
             return None
         return TrajectoryTrace(self, labels)
+
+    def _is_chosen(self, labels: TrajectoryLabels) -> bool:
+        """By the index alone, so that neither time nor the worker decides."""
+        if self._max_samples_per_step is None:
+            return True
+        index = labels.sample_index
+        if self._rows_per_step is not None and not labels.validate:
+            index %= self._rows_per_step
+        return index < self._max_samples_per_step
 
     def now_ns(self) -> int:
         """Nanoseconds since 1970, on a clock that nobody adjusts."""
