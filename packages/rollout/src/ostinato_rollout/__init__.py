@@ -24,6 +24,8 @@ from ostinato_rollout.errors import (
 from ostinato_rollout.failure import Failure, FailureKind, classify
 from ostinato_rollout.group_stream import GroupStream
 from ostinato_rollout.pool import ServerPool
+from ostinato_rollout.replica_state import ReplicaState, Transition
+from ostinato_rollout.restarts import RestartPolicy
 from ostinato_rollout.routing import (
     LeastInFlight,
     RandomReplica,
@@ -69,8 +71,10 @@ __all__ = [
     "RandomReplica",
     "ReplicaError",
     "ReplicaPolicy",
+    "ReplicaState",
     "Reply",
     "RequestTimeoutError",
+    "RestartPolicy",
     "RolloutError",
     "RolloutScheduler",
     "RoundRobin",
@@ -85,6 +89,7 @@ __all__ = [
     "SessionMetrics",
     "SessionStateError",
     "StickyLeastInFlight",
+    "Transition",
     "StreamCounts",
     "StreamOptions",
     "StreamStalledError",

@@ -312,23 +312,22 @@ class ServerPool:
             NoReplicaError: None is there, and none comes.
         """
         check_level(level)
-        sleepless: set[int] = set()
 
         async def rest(replica: Replica) -> None:
             try:
                 await replica.server.sleep(level)
             except UnsupportedError as error:
-                logger.debug("replica %d stays awake: %s", replica.index, error)
-                sleepless.add(replica.index)
+                if replica.state is _S.ASLEEP:
+                    self._fleet.move(replica, _S.SERVING, f"it stays awake: {error}")
 
         async def work() -> None:
             self._fleet.sleeping |= set(SLEEP_TAGS[:level])
-            try:
-                await self._or_take_out("go to sleep", self._fleet.live(), rest)
-            finally:
-                for replica in self._fleet.in_service():
-                    if replica.state is not _S.ASLEEP and replica.index not in sleepless:
-                        self._fleet.move(replica, _S.ASLEEP, f"the pool sleeps at level {level}")
+            for replica in self._fleet.in_service():
+                if replica.state is not _S.ASLEEP:
+                    self._fleet.move(replica, _S.ASLEEP, f"the pool sleeps at level {level}")
+            await self._or_take_out("go to sleep", self._fleet.live(), rest)
+            if self.servers and not any(replica.state is _S.ASLEEP for replica in self._fleet.in_service()):
+                self._fleet.sleeping.clear()  # none of them ever sleeps
 
         await self._run_alone("go to sleep", work)
         if not self._fleet.live() and not self._fleet.is_one_coming():
