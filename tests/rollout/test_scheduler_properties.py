@@ -215,6 +215,8 @@ def test_each_prompt_has_one_fate_whatever_consumers_and_versions_do(world, opti
         assert world.peak <= world.concurrency
         if options.num_groups is not None:
             assert len(taken) <= options.num_groups
+        elif options.in_order:
+            assert [group.index for group in taken] == sorted(group.index for group in taken)
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(main())

@@ -31,6 +31,7 @@ from ostinato_agent_loop.rows import row_agent_name, row_messages, row_tool_sele
 from ostinato_agent_loop.single_turn import SingleTurnAgentLoop
 from ostinato_agent_loop.tool_agent import AgentState, ToolAgentLoop
 from ostinato_agent_loop.trajectory import RolloutBatch, Trajectory
+from ostinato_agent_loop.trajectory_stream import TrajectoryGroup, TrajectoryStream
 from ostinato_agent_loop.worker import AgentLoopWorker, TrajectoryTask, TrajectoryWorker
 
 __all__ = [
@@ -59,6 +60,8 @@ __all__ = [
     "ToolAgentLoop",
     "Trajectory",
     "TrajectoryEnd",
+    "TrajectoryGroup",
+    "TrajectoryStream",
     "TrajectoryTask",
     "TrajectoryWorker",
     "UnknownAgentError",

@@ -23,12 +23,12 @@ def batch_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     done = [trajectory.segments for trajectory in trajectories if trajectory.segments]
     costs = [segments[0].metrics for segments in done]
     for name in _DURATIONS:
-        _add_spread(metrics, f"agent_loop/{name}", [getattr(cost, name) for cost in costs])
-    _add_spread(metrics, "agent_loop/admission", [cost.admission for cost in costs])
-    _add_spread(metrics, "num_turns", [segments[-1].num_turns for segments in done])
-    _add_spread(metrics, "tool_call_counts", [cost.num_tool_calls for cost in costs])
+        add_spread(metrics, f"agent_loop/{name}", [getattr(cost, name) for cost in costs])
+    add_spread(metrics, "agent_loop/admission", [cost.admission for cost in costs])
+    add_spread(metrics, "num_turns", [segments[-1].num_turns for segments in done])
+    add_spread(metrics, "tool_call_counts", [cost.num_tool_calls for cost in costs])
     preempted = [cost.num_preempted for cost in costs if cost.num_preempted >= 0]
-    _add_spread(metrics, "agent_loop/num_preempted", preempted)
+    add_spread(metrics, "agent_loop/num_preempted", preempted)
     if done:
         totals = [sum(getattr(cost, name) for name in _DURATIONS) for cost in costs]
         slowest = max(range(len(totals)), key=totals.__getitem__)
@@ -54,7 +54,8 @@ def batch_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def _add_spread(metrics: dict[str, float], name: str, values: Iterable[float]) -> None:
+def add_spread(metrics: dict[str, float], name: str, values: Iterable[float]) -> None:
+    """Add `name/{min,max,mean}`; nothing where there are no values."""
     known = list(values)
     if known:
         metrics[f"{name}/min"] = min(known)

@@ -1,4 +1,4 @@
-"""From rows to trajectories: seeds, groups and workers around one batch, and the pool's sleep between batches.
+"""From rows to trajectories, all of a batch or in a stream of groups, over workers of whatever kind.
 
 Knows rows and workers, no training. Everything that can be wrong with names and settings is found before a trajectory starts.
 """
@@ -6,19 +6,22 @@ Knows rows and workers, no training. Everything that can be wrong with names and
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ostinato_agent_loop import single_turn, tool_agent  # noqa: F401  (they register the built-in agents)
 from ostinato_agent_loop.base import AgentLoopContext
 from ostinato_agent_loop.batch_metrics import batch_metrics
 from ostinato_agent_loop.config import AgentConfig, MultiTurnConfig, RolloutConfig
-from ostinato_agent_loop.errors import AgentConfigError, AgentRowError, UnknownAgentError
+from ostinato_agent_loop.errors import AgentConfigError
 from ostinato_agent_loop.registry import agent_loop_class, import_class, load_agent_loops
 from ostinato_agent_loop.reward import RewardFn
-from ostinato_agent_loop.rows import row_agent_name
+from ostinato_agent_loop.tasks import TaskMaker
+from ostinato_agent_loop.team import WorkerTeam
 from ostinato_agent_loop.trajectory import RolloutBatch, Trajectory
-from ostinato_agent_loop.worker import AgentLoopWorker, TrajectoryTask
+from ostinato_agent_loop.trajectory_stream import KeepGroup, TrajectoryStream
+from ostinato_agent_loop.wakefulness import Wakefulness
+from ostinato_agent_loop.worker import AgentLoopWorker, TrajectoryTask, TrajectoryWorker, longest_run_s
 from ostinato_engines import SamplingParams
 from ostinato_rollout import (
     DecisionLog,
@@ -28,7 +31,8 @@ from ostinato_rollout import (
     ServerPool,
     SessionBudget,
     SessionConfig,
-    derive_seed,
+    StreamOptions,
+    StreamState,
     make_policy,
 )
 from ostinato_rollout.tracing import Tracer, make_tracer
@@ -39,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class AgentLoopManager:
-    """Runs batches of rows.
+    """Runs batches and streams of rows.
 
     Args:
         config: `actor_rollout_ref.rollout`.
@@ -52,6 +56,8 @@ class AgentLoopManager:
         seed: Root of all seeds of this manager.
         colocated: Wake the pool before a batch and put it to sleep after it.
         tracer: Records trajectories; made from `config.trace` if None. `close` closes it.
+        workers: Who runs trajectories, as in other processes; `config.agent.num_workers` in this one if None. Those given
+            have client, tools, reward function and tracer of their own.
 
     Raises:
         AgentConfigError, UnknownAgentError, ToolError: A setting, an agent or a tool cannot be used.
@@ -70,26 +76,58 @@ class AgentLoopManager:
         seed: int = 0,
         colocated: bool = False,
         tracer: Tracer | None = None,
+        workers: Sequence[TrajectoryWorker] | None = None,
     ) -> None:
-        if pool is None and (client is None or colocated):
+        if pool is None and ((client is None and workers is None) or colocated):
             raise AgentConfigError(
                 "pool must be given where there is no client or engines are colocated, got None; pass it"
             )
-        if client is None:
-            assert pool is not None
-            client = make_client(config, pool, seed=seed)
-        self._config, self._seed = config, seed
-        self._pool = pool if colocated else None
-        self._num_batches = 0
+        self._config, self._seed, self._pool = config, seed, pool
+        self._wakefulness = Wakefulness(pool if colocated else None)
         if config.agent.agent_loop_config_path is not None:
             load_agent_loops(config.agent.agent_loop_config_path)
         self.check_agents([config.agent.default_agent_loop])
+        self._tracer: Tracer | None = None
+        if workers is None:
+            if client is None:
+                assert pool is not None
+                client = make_client(config, pool, seed=seed)
+            admission_timeout_s = client.admission_timeout_s
+            context = self._context(client, tokens, budget, tools, tracer)
+            self._workers: Sequence[TrajectoryWorker] = [
+                AgentLoopWorker(context, config.agent, reward_fn=reward_fn) for _ in range(config.agent.num_workers)
+            ]
+        else:
+            own = {"client": client, "tools": tools, "reward_fn": reward_fn, "tracer": tracer}
+            if not workers or any(value is not None for value in own.values()):
+                raise AgentConfigError(
+                    f"workers must be at least one, and have {', '.join(own)} of their own, got {len(workers)} workers and"
+                    f" {[name for name, value in own.items() if value is not None]}; leave one or the other out"
+                )
+            admission_timeout_s = config.admission.timeout_s
+            self._workers = list(workers)
+        self._team = WorkerTeam(
+            self._workers,
+            max_concurrency=config.agent.max_concurrency,
+            run_timeout_s=longest_run_s(config.agent, admission_timeout_s),
+        )
+
+    def _context(
+        self,
+        client: LLMServerClient,
+        tokens: ContinuousTokens,
+        budget: SessionBudget,
+        tools: ToolExecutor | None,
+        tracer: Tracer | None,
+    ) -> AgentLoopContext:
+        """Make what workers in this process share."""
+        config = self._config
         tools = make_tool_executor(config.multi_turn, tokens.tokenizer) if tools is None else tools
         parser = make_parser(config.multi_turn, tokens.tokenizer)
         if tracer is None:  # last, since it has a thread
             tracer = make_tracer(config.trace, decoder=tokens.tokenizer, num_workers=config.agent.num_workers)
         self._tracer = tracer
-        context = AgentLoopContext(
+        return AgentLoopContext(
             client=client,
             tokens=tokens,
             config=config.multi_turn,
@@ -99,9 +137,6 @@ class AgentLoopManager:
             agent=config.agent,
             tracer=tracer,
         )
-        self._workers = [
-            AgentLoopWorker(context, config.agent, reward_fn=reward_fn) for _ in range(config.agent.num_workers)
-        ]
 
     def check_agents(self, names: Iterable[str]) -> None:
         """Raise unless every name is a registered agent that these settings allow; give it a dataset's `agent_name`s."""
@@ -133,106 +168,107 @@ class AgentLoopManager:
             AgentRowError, AgentConfigError, UnknownAgentError: A row chooses an agent that cannot run; nothing was started.
             NoReplicaError: No replica could be woken.
         """
-        params = sampling_params
-        if params is None:
-            params = self._config.sampling_params(validate=validate)
-        elif not isinstance(params, SamplingParams):
-            params = SamplingParams.from_mapping(params)
-        if n is None:
-            n = self._config.val_kwargs.n if validate else self._config.n
-        if n < 1:
-            raise AgentConfigError(f"n must be at least 1, got {n}; each row needs a trajectory")
-        tasks = self._tasks(rows, n=n, step=step, validate=validate)
-        await self._wake()
+        params = self._sampling_params(sampling_params, validate=validate)
+        n = self._n(n, validate=validate)
+        maker = TaskMaker(self._config, seed=self._seed, step=step, validate=validate)
+        for index, row in enumerate(rows):
+            maker.check(index, row)
+        tasks = [maker.make(row, index, number) for index, row in enumerate(rows) for number in range(n)]
+        await self._wakefulness.enter()
         try:
-            trajectories = await self._run(tasks, n, params)
+            trajectories = await self._run(tasks, params)
         finally:
-            await self._rest()
-        metrics = batch_metrics(trajectories)
-        if self._tracer is not None:
-            metrics |= self._tracer.metrics()
-        return RolloutBatch(trajectories, metrics)
+            await self._wakefulness.leave()
+        return RolloutBatch(trajectories, batch_metrics(trajectories) | self._tracer_metrics())
+
+    def stream(
+        self,
+        rows: Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]],
+        *,
+        n: int | None = None,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        step: int,
+        options: StreamOptions | None = None,
+        keep_group: KeepGroup | None = None,
+        state: StreamState[Mapping[str, Any], Trajectory] | None = None,
+    ) -> TrajectoryStream:
+        """Return an async iterator of groups of `n` trajectories, one for each row, as they finish.
+
+        A trajectory is that which `generate_sequences` of the same step gives for the row at the same place: they share seeds
+        and names, so no two of them may be of one step at the same time. How a stream draws, filters, ends early and bounds
+        staleness is in `RolloutScheduler.stream`.
+
+        Args:
+            rows: Where rows come from, with or without end; each is checked when it is drawn.
+            n: Trajectories per row; None: as configured.
+            sampling_params: How to sample; None: as configured. A seed here is replaced.
+            step: Names the stream and decides, with row and number, each trajectory's seed.
+            options: Which groups are made and given out. A trajectory with a failure is a failed run; staleness counts the
+                pool's policy versions, from that which sampled the oldest token of a group.
+            keep_group: Says whether a group is given out: True, False, or why not in a few words.
+            state: Where to go on from, as `TrajectoryStream.state` gave it; the rows begin after those that it has drawn.
+
+        Raises:
+            AgentConfigError: `n` is not positive, or staleness is bounded and the manager has no pool.
+            SessionInputError: Options or state do not fit together.
+        """
+        options = StreamOptions() if options is None else options
+        pool = self._pool
+        if options.max_staleness is not None and pool is None:
+            raise AgentConfigError(
+                f"max_staleness must go with a pool, which knows the policy version, got {options.max_staleness} without;"
+                " pass the pool to the manager"
+            )
+        return TrajectoryStream(
+            rows,
+            tasks=TaskMaker(self._config, seed=self._seed, step=step),
+            team=self._team,
+            wakefulness=self._wakefulness,
+            sampling_params=self._sampling_params(sampling_params, validate=False),
+            n=self._n(n, validate=False),
+            options=options,
+            keep_group=keep_group,
+            current_version=None if pool is None else lambda: pool.policy_version,
+            state=state,
+            more_metrics=self._tracer_metrics,
+        )
 
     async def close(self) -> None:
         """Write out what the tracer still has, within its deadline. Closing again does nothing."""
         if self._tracer is not None:
             await self._tracer.aclose()
 
-    def _tasks(self, rows: Sequence[Mapping[str, Any]], *, n: int, step: int, validate: bool) -> list[TrajectoryTask]:
-        agents = [self._agent(index, row) for index, row in enumerate(rows)]
-        self.check_agents(agents)
-        phase = "val" if validate else "train"
-        tasks = []
-        for index, (row, agent) in enumerate(zip(rows, agents, strict=True)):
-            group_id = f"{phase}-{step}-{index}"
-            for number in range(n):
-                seed = derive_seed(self._seed, step, index, number, int(validate))
-                tasks.append(
-                    TrajectoryTask(
-                        row,
-                        agent,
-                        group_id,
-                        f"{group_id}/{number}",
-                        seed,
-                        step=step,
-                        sample_index=index,
-                        rollout_n=number,
-                        validate=validate,
-                    )
-                )
-        return tasks
+    def _sampling_params(
+        self, sampling_params: SamplingParams | Mapping[str, Any] | None, *, validate: bool
+    ) -> SamplingParams:
+        if sampling_params is None:
+            return self._config.sampling_params(validate=validate)
+        return SamplingParams.from_mapping(sampling_params)
 
-    def _agent(self, index: int, row: Mapping[str, Any]) -> str:
-        if not isinstance(row, Mapping):
-            raise AgentRowError(f"rows[{index}] must be a mapping of fields, got {type(row).__name__}; pass dicts")
-        try:
-            name = row_agent_name(row, self._config.agent.default_agent_loop)
-            agent_loop_class(name)
-        except (AgentRowError, UnknownAgentError) as error:
-            raise type(error)(f"rows[{index}]: {error}") from error
-        return name
+    def _n(self, n: int | None, *, validate: bool) -> int:
+        if n is None:
+            n = self._config.val_kwargs.n if validate else self._config.n
+        if n < 1:
+            raise AgentConfigError(f"n must be at least 1, got {n}; each row needs a trajectory")
+        return n
 
-    async def _run(self, tasks: list[TrajectoryTask], n: int, params: SamplingParams) -> list[Trajectory]:
-        """Split whole rows over the workers, as evenly as they go, and put the results together again."""
-        num_rows, workers = len(tasks) // n, self._workers
-        bounds = [index * num_rows // len(workers) * n for index in range(len(workers) + 1)]
-        shares = [
-            (worker, tasks[start:end])
-            for worker, start, end in zip(workers, bounds, bounds[1:], strict=False)
-            if start < end
+    async def _run(self, tasks: Sequence[TrajectoryTask], params: SamplingParams) -> list[Trajectory]:
+        """Run tasks; return their trajectories in the order of the tasks."""
+
+        async def run(task: TrajectoryTask) -> Trajectory:
+            return await self._team.run(task, params)
+
+        team = self._team
+        results = await RolloutScheduler().run(
+            tasks, run, concurrency=team.concurrency, item_timeout_s=team.run_timeout_s
+        )
+        return [
+            task.failed(result) if isinstance(result, Failure) else result
+            for task, result in zip(tasks, results, strict=True)
         ]
 
-        async def run(share: tuple[AgentLoopWorker, list[TrajectoryTask]]) -> list[Trajectory]:
-            worker, mine = share
-            return await worker.generate_sequences(mine, params)
-
-        results: list[Trajectory] = []
-        for part, (_, mine) in zip(
-            await RolloutScheduler().run(shares, run, concurrency=max(1, len(shares))), shares, strict=True
-        ):
-            if isinstance(part, Failure):
-                results += [
-                    Trajectory(group_id=task.group_id, trajectory_id=task.trajectory_id, row=task.row, failure=part)
-                    for task in mine
-                ]
-            else:
-                results += part
-        return results
-
-    async def _wake(self) -> None:
-        self._num_batches += 1
-        if self._pool is None or self._num_batches > 1:
-            return
-        try:
-            await self._pool.wake_up()
-        except BaseException:
-            self._num_batches -= 1
-            raise
-
-    async def _rest(self) -> None:
-        self._num_batches -= 1
-        if self._pool is not None and not self._num_batches:
-            await self._pool.sleep()
+    def _tracer_metrics(self) -> dict[str, float]:
+        return {} if self._tracer is None else self._tracer.metrics()
 
 
 def load_manager_class(config: AgentConfig) -> type[AgentLoopManager]:

@@ -54,6 +54,10 @@ class TrajectoryTask(msgspec.Struct, frozen=True):
     validate: bool = False
     """Whether it is of a validation."""
 
+    def failed(self, failure: Failure) -> Trajectory:
+        """Return the trajectory that came to nothing."""
+        return Trajectory(group_id=self.group_id, trajectory_id=self.trajectory_id, row=self.row, failure=failure)
+
 
 class TrajectoryWorker(Protocol):
     """Who runs trajectories, in this process (`AgentLoopWorker`) or elsewhere."""
@@ -61,6 +65,11 @@ class TrajectoryWorker(Protocol):
     async def run_trajectory(self, task: TrajectoryTask, sampling_params: SamplingParams) -> Trajectory:
         """Run one trajectory and its reward. Failures are in what is returned; raises CancelledError if it is cancelled."""
         ...
+
+
+def longest_run_s(config: AgentConfig, admission_timeout_s: float) -> float:
+    """Return the seconds after which a trajectory has outlived all its own deadlines, the wait for a place included."""
+    return admission_timeout_s + config.trajectory_timeout_s + config.reward_timeout_s + _CLOSING_TIMEOUT_S
 
 
 class AgentLoopWorker:
@@ -87,13 +96,10 @@ class AgentLoopWorker:
             tasks,
             run,
             concurrency=self._config.max_concurrency,
-            item_timeout_s=self._context.client.admission_timeout_s
-            + self._config.trajectory_timeout_s
-            + self._config.reward_timeout_s
-            + _CLOSING_TIMEOUT_S,
+            item_timeout_s=longest_run_s(self._config, self._context.client.admission_timeout_s),
         )
         return [
-            _failed(task, result) if isinstance(result, Failure) else result
+            task.failed(result) if isinstance(result, Failure) else result
             for task, result in zip(tasks, results, strict=True)
         ]
 
@@ -124,11 +130,11 @@ class AgentLoopWorker:
                 clock.deadline,
             )
         except Exception as error:
-            return _failed(task, _recorded(error, where))
+            return task.failed(_recorded(error, where))
         except asyncio.CancelledError as error:
             if _is_cancelled_from_outside():
                 raise
-            return _failed(task, _recorded(error, where))
+            return task.failed(_recorded(error, where))
         finally:
             await context.close()
         trajectory = Trajectory(
@@ -220,7 +226,3 @@ def _recorded(error: BaseException, where: str, kind: FailureKind | None = None)
     """Log the traceback, once, and return the failure as data."""
     logger.error("%s failed", where, exc_info=error)
     return Failure.from_error(error, where, kind=kind)
-
-
-def _failed(task: TrajectoryTask, failure: Failure) -> Trajectory:
-    return Trajectory(group_id=task.group_id, trajectory_id=task.trajectory_id, row=task.row, failure=failure)
