@@ -222,6 +222,20 @@ except urllib.error.HTTPError as error:
     assert len(segment.response_ids) <= 60
 
 
+async def test_a_program_that_fails_at_a_limit_has_ended_there(world):
+    """A program that does not expect to be refused for a limit ends its trajectory there, with what was sampled."""
+    text = """
+while True:
+    messages.append(ask(messages))
+    messages.append({"role": "user", "content": "Go on, and on, and on."})
+"""
+    turns = ["Yes.<|im_end|>"] * 100
+    segment = await world.run_ok(turns, agent="gateway_agent", agent_options=program(text), response=60)
+    assert segment.stop_reason is TrajectoryEnd.RESPONSE_LENGTH
+    assert segment.extra_fields["program_output"] is None
+    assert segment.reward_score == 1.0
+
+
 async def test_conversations_share_the_budget_of_the_trajectory(world):
     """However many conversations a program begins, together they respond within the budget of one trajectory."""
     text = """

@@ -30,13 +30,18 @@ app.add_typer(prepare_app, name="prepare")
 
 @app.command()
 def quickstart(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the reinforcement learning, as for train."),
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="A new folder for everything the run writes.")] = None,
     seed: Annotated[int, typer.Option(help="Makes model, data and sampling; the same seed gives the same curve.")] = 0,
 ) -> None:
     """Train a tiny tool-calling agent on this machine's CPU, in about two minutes."""
     from ostinato_trainer.quickstart.run import next_free_folder, run_quickstart
 
-    run_quickstart(output or next_free_folder(Path("outputs/quickstart")), seed=seed, console=Console())
+    folder = output or next_free_folder(Path("outputs/quickstart"))
+    run_quickstart(folder, seed=seed, console=Console(), overrides=tuple(overrides or ()))
 
 
 @app.command()

@@ -20,7 +20,7 @@ from ostinato_agent_loop.errors import AgentConfigError, AgentRowError
 from ostinato_agent_loop.gateway.address import GatewayAddress, open_address
 from ostinato_agent_loop.gateway.program import run_program
 from ostinato_agent_loop.gateway.recording import Recording
-from ostinato_agent_loop.output import AgentLoopOutput
+from ostinato_agent_loop.output import AgentLoopOutput, TrajectoryEnd
 from ostinato_agent_loop.registry import register
 from ostinato_engines import SamplingParams
 from ostinato_tools.loading import execute_file
@@ -53,8 +53,9 @@ class GatewayAgentLoop(AgentLoopBase):
             )
 
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """See AgentLoopBase. `extra_fields` holds `program_output` (what the program wrote, or the function returned) and
-        `messages` (the conversation that was answered last)."""
+        """See AgentLoopBase. `extra_fields` holds `program_output` (what the program wrote, or the function returned; None of one
+        that failed when it was refused for a limit of the trajectory) and `messages` (the conversation that was answered
+        last)."""
         max_segments = self.context.agent.gateway.max_segments
         recording = Recording(self.context, row, sampling_params, max_segments=max_segments)
         seen = {name: value for name, value in row.items() if name not in _SECRET}
@@ -64,7 +65,10 @@ class GatewayAgentLoop(AgentLoopBase):
             except Exception as error:
                 if recording.engine_error is not None:
                     raise recording.engine_error from error
-                raise
+                if recording.end is TrajectoryEnd.PROGRAM_ENDED:
+                    raise
+                # It was refused for a limit of the trajectory, and few programs expect that: an end like any other.
+                output = None
             return await recording.outputs({"program_output": output})
 
     async def act(self, address: GatewayAddress, row: Mapping[str, Any]) -> Any:

@@ -72,7 +72,6 @@ class Problem(msgspec.Struct, frozen=True):
         """The dataset row of this problem."""
         return {
             "data_source": "ostinato/quickstart",
-            "agent_name": "tool_agent",
             "prompt": [{"role": "user", "content": self.question}],
             "ability": "arithmetic",
             "reward_model": {"style": "rule", "ground_truth": str(self.answer)},
