@@ -11,7 +11,6 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from enum import StrEnum
-from itertools import accumulate, compress
 from typing import Any
 
 from ostinato_agent_loop.base import AgentLoopBase
@@ -139,22 +138,21 @@ class ToolAgentLoop(AgentLoopBase):
         A malformed call is answered with what is wrong with it; it runs nothing, and so takes no other call's place.
         """
         limit, metrics = self.context.config.max_parallel_calls, episode.metrics
-        places = accumulate(call.error is None for call in calls)
-        allowed = [call.error is not None or place <= limit for call, place in zip(calls, places, strict=True)]
+        refused = _beyond(limit, calls)
+        allowed = [call for place, call in enumerate(calls) if place not in refused]
         began = time.perf_counter()
-        outcomes = await episode.tools.run(list(compress(calls, allowed))) if calls else []
+        outcomes = await episode.tools.run(allowed) if allowed else []
         metrics.tool_calls += time.perf_counter() - began
-        metrics.count_calls([outcome.kind.value for outcome in outcomes] + [NOT_RUN] * allowed.count(False))
+        metrics.count_calls([outcome.kind.value for outcome in outcomes] + [NOT_RUN] * len(refused))
         if calls:
             rewards = [outcome.reward for outcome in outcomes]
             episode.tool_rewards += rewards
             episode.turn_scores.append(sum(rewards))
-        messages = iter([outcome.message for outcome in outcomes])
-        answers = [next(messages) if ran else refusal(call, limit) for call, ran in zip(calls, allowed, strict=True)]
-        if self.context.trace is not None:
-            for call, ran, answer in zip(calls, allowed, answers, strict=True):
-                if not ran:
-                    self.context.trace.tool_call_not_run(call, answer["content"])
+        answers = [outcome.message for outcome in outcomes]
+        for place in refused:  # rising, so that each one finds those before it in their places
+            answers.insert(place, refusal(calls[place], limit))
+            if self.context.trace is not None:
+                self.context.trace.tool_call_not_run(calls[place], answers[place]["content"])
         return answers, any(outcome.terminate for outcome in outcomes)
 
     def _limit(self, episode: Episode) -> TrajectoryEnd | None:
@@ -172,6 +170,13 @@ class ToolAgentLoop(AgentLoopBase):
 def _ended(episode: Episode, reason: TrajectoryEnd) -> AgentState:
     episode.end = reason
     return AgentState.TERMINATED
+
+
+def _beyond(limit: int, calls: Sequence[ToolCall]) -> list[int]:
+    """Return the places of the calls that do not run because as many as may run stand before them, in order."""
+    if len(calls) <= limit:
+        return []
+    return [place for place, call in enumerate(calls) if call.error is None][limit:]
 
 
 def refusal(call: ToolCall, limit: int) -> dict:

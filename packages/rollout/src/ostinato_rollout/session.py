@@ -87,7 +87,13 @@ class ChatSession:
         """Policy versions whose spans an engine reported as approximate."""
         self._client, self._tokens = client, tokens
         self._tools = list(tools) if tools else None
-        self._reader = TurnReader(tokens.tokenizer, parser, self._tools, call_id_prefix=call_id_prefix)
+        self._reader = TurnReader(
+            tokens.tokenizer,
+            parser,
+            self._tools,
+            call_id_prefix=call_id_prefix,
+            generation_prompt_ids=tokens.generation_prompt_ids,
+        )
         self._ledger: TokenLedger | None = None
         self._finished: list[tuple[TokenLedger, int]] = []  # earlier segments, with the messages that each one holds
         self._finished_response = 0

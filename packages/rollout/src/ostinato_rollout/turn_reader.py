@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from ostinato_rollout.errors import SessionInputError
@@ -20,6 +21,7 @@ class TurnReader:
         parser: Reads calls; None takes the text as it is.
         tools: Schemas that the model is shown.
         call_id_prefix: What the ids of its calls begin with.
+        generation_prompt_ids: What prompts end with, as a rule.
 
     Raises:
         SessionInputError: The tokenizer has no single token for a stop token of the parser.
@@ -32,8 +34,14 @@ class TurnReader:
         tools: Sequence[dict] | None,
         *,
         call_id_prefix: str = "call_",
+        generation_prompt_ids: Sequence[int] = (),
     ) -> None:
         self._tokenizer, self._parser, self._tools = tokenizer, parser, tools
+        self._openers: tuple[str, ...] = ()
+        """Texts behind which a turn begins inside reasoning."""
+        if parser is not None:
+            self._openers = tuple(getattr(parser, "reasoning_openers", ("<think>",)))
+        self._usual_end, self._usual_opens = self._resolve_usual_end(generation_prompt_ids)
         self._call_id_prefix = call_id_prefix
         self.stop_ids = self._resolve_stop_ids()
         """Ids that end a turn: the template's, and those that the parser names as text."""
@@ -53,10 +61,22 @@ class TurnReader:
 
     def opens_reasoning(self, prompt: Sequence[int]) -> bool:
         """Tell whether the generation prompt has opened the reasoning, so that the turn begins inside it."""
-        openers = getattr(self._parser, "reasoning_openers", ("<think>",))
-        if self._parser is None or not openers:
+        if not self._openers:
             return False
-        return self._tokenizer.decode(prompt[-_TAIL_LENGTH:]).rstrip().endswith(tuple(openers))
+        usual = self._usual_end
+        if usual and prompt[-len(usual) :] == usual:
+            return self._usual_opens
+        return self._end_of(prompt).endswith(self._openers)
+
+    def _end_of(self, prompt: Sequence[int]) -> str:
+        return self._tokenizer.decode(prompt[-_TAIL_LENGTH:]).rstrip()
+
+    def _resolve_usual_end(self, generation_prompt_ids: Sequence[int]) -> tuple[array[int], bool]:
+        """The ids that prompts end with as a rule, and whether they open reasoning; none where they alone do not tell."""
+        text = self._end_of(generation_prompt_ids)
+        if len(text) < max(map(len, self._openers), default=0):
+            return array("i"), False
+        return array("i", generation_prompt_ids), text.endswith(self._openers)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of a turn, control tokens kept; the token that ends a turn is no part of it."""

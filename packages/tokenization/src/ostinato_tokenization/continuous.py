@@ -65,6 +65,11 @@ class ContinuousTokens:
         self._stop_ids = frozenset(tokenizer.stop_token_ids)
         self._end_ids = tokenizer.end_token_ids
 
+    @property
+    def generation_prompt_ids(self) -> array[int]:
+        """What the template writes where the assistant's turn begins; empty where that is not known."""
+        return self._prompt_ids
+
     def build_initial_tokens(
         self,
         messages: Sequence[Message],

@@ -62,8 +62,12 @@ def normalize_messages(messages: Sequence[Message], *, part_separator: str = "")
     return [_normalize_message(message, index, part_separator) for index, message in enumerate(messages)]
 
 
+def _is_mapping(value: Any) -> bool:
+    return type(value) is dict or isinstance(value, Mapping)  # the first is far faster, and most often true
+
+
 def _normalize_message(message: Message, index: int, part_separator: str) -> Message:
-    if not isinstance(message, Mapping):
+    if not _is_mapping(message):
         raise MessageError(f"messages[{index}] must be a mapping, got {type(message).__name__}; pass role and content")
     role = message.get("role")
     if not isinstance(role, str) or not role:
@@ -79,7 +83,7 @@ def _normalize_message(message: Message, index: int, part_separator: str) -> Mes
         calls = message["tool_calls"]
         if not calls:
             del changed["tool_calls"]
-        elif isinstance(calls, (str, bytes, Mapping)) or not isinstance(calls, Sequence):
+        elif type(calls) is not list and (isinstance(calls, (str, bytes, Mapping)) or not isinstance(calls, Sequence)):
             raise MessageError(
                 f"messages[{index}].tool_calls must be a list, got {type(calls).__name__}; wrap the call"
             )
@@ -117,18 +121,18 @@ def _text_of_part(part: Any, index: int) -> str:
 
 
 def _normalize_call(call: Any, index: int) -> Mapping[str, Any]:
-    if not isinstance(call, Mapping):
+    if not _is_mapping(call):
         raise MessageError(
             f"messages[{index}].tool_calls must hold mappings, got {type(call).__name__}; see OpenAI's form"
         )
     function = call.get("function")
-    if isinstance(function, Mapping):
+    if _is_mapping(function):
         arguments = function.get("arguments")
-        if isinstance(arguments, Mapping):
+        if _is_mapping(arguments):
             return call
         return {**call, "function": {**function, "arguments": _arguments_of(arguments)}}
     arguments = call.get("arguments")
-    return call if isinstance(arguments, Mapping) else {**call, "arguments": _arguments_of(arguments)}
+    return call if _is_mapping(arguments) else {**call, "arguments": _arguments_of(arguments)}
 
 
 def _arguments_of(arguments: Any) -> dict[str, Any]:

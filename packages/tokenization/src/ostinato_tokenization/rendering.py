@@ -19,6 +19,7 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+from jinja2.runtime import LoopContext
 
 from ostinato_tokenization.errors import ChatTemplateError
 from ostinato_tokenization.messages import RawArguments
@@ -64,13 +65,16 @@ def _strftime_now(pattern: str) -> str:
 
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
+_LOOP_ATTRIBUTES = frozenset(name for name in dir(LoopContext) if not name.startswith("_"))
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with a short way to what templates do most: `message.role` of a plain dict."""
+    """Jinja's sandbox, with a short way to what templates do most: `message.role` of a plain dict, and `loop.first`."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        # A dict has no attributes beyond those of its class: Jinja would come to the same after an exception or two.
+        # Jinja would come to the same, of a dict after an exception or two: it has no attributes beyond those of its class.
+        if type(obj) is LoopContext and attribute in _LOOP_ATTRIBUTES:
+            return getattr(obj, attribute)
         if type(obj) is not dict or attribute in _DICT_ATTRIBUTES:
             return super().getattr(obj, attribute)
         return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)

@@ -127,6 +127,8 @@ class ToolParser(Protocol):
 
 def strip_end_tokens(text: str, end_tokens: Sequence[str]) -> str:
     """Take end tokens, and white space after them, off the end of `text`; without an end token it stays as it is."""
+    if not text.rstrip().endswith(tuple(end_tokens)):
+        return text
     end = len(text)
     cut = end
     while True:
