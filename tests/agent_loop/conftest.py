@@ -9,6 +9,7 @@ import pytest
 from ostinato_agent_loop import AgentConfig, AgentLoopManager, MultiTurnConfig, RewardResult, RolloutConfig, register
 from ostinato_engines.testing import ScriptedServer
 from ostinato_rollout import ServerPool, SessionBudget
+from ostinato_rollout.tracing import TraceConfig
 from ostinato_tokenization import ContinuousTokens
 from ostinato_tokenization.testing import tiny_chat_tokenizer
 from ostinato_tools import ToolExecutor, ToolRegistry
@@ -69,6 +70,7 @@ class World:
         seed=0,
         server=None,
         tracer=None,
+        trace=None,
         **multi_turn,
     ) -> AgentLoopManager:
         """Make a manager over one server that samples `replies`."""
@@ -76,6 +78,7 @@ class World:
         config = RolloutConfig(
             multi_turn=MultiTurnConfig(**multi_turn),
             agent=AgentConfig(num_workers=num_workers, default_agent_loop=agent, **(agent_options or {})),
+            trace=TraceConfig() if trace is None else trace,
         )
         self.server = server or ScriptedServer(replies, encode=self.encode)
         self.pool = ServerPool([self.server])
