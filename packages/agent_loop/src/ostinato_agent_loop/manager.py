@@ -19,7 +19,7 @@ from ostinato_agent_loop.reward import RewardFn
 from ostinato_agent_loop.tasks import TaskMaker
 from ostinato_agent_loop.team import WorkerTeam
 from ostinato_agent_loop.trajectory import RolloutBatch, Trajectory
-from ostinato_agent_loop.trajectory_stream import KeepGroup, TrajectoryStream
+from ostinato_agent_loop.trajectory_stream import KeepGroup, ServedVersion, TrajectoryStream
 from ostinato_agent_loop.wakefulness import Wakefulness
 from ostinato_agent_loop.worker import AgentLoopWorker, TrajectoryTask, TrajectoryWorker, longest_run_s
 from ostinato_engines import SamplingParams
@@ -211,6 +211,7 @@ class AgentLoopManager:
         Raises:
             AgentConfigError: `n` is not positive, or staleness is bounded and the manager has no pool.
             SessionInputError: Options or state do not fit together.
+            NoReplicaError: Staleness is bounded, and no replica has told a version yet.
         """
         options = StreamOptions() if options is None else options
         pool = self._pool
@@ -228,7 +229,7 @@ class AgentLoopManager:
             n=self._n(n, validate=False),
             options=options,
             keep_group=keep_group,
-            current_version=None if pool is None else lambda: pool.policy_version,
+            current_version=None if pool is None else ServedVersion(pool),
             state=state,
             more_metrics=self._tracer_metrics,
         )

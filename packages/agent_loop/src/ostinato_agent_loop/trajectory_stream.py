@@ -17,8 +17,10 @@ from ostinato_rollout import (
     DroppedGroup,
     Failure,
     Group,
+    NoReplicaError,
     RolloutScheduler,
     Run,
+    ServerPool,
     StreamCounts,
     StreamOptions,
     StreamState,
@@ -173,6 +175,22 @@ class TrajectoryStream:
         ]
         group_id = self._tasks.group_id(group.index)
         return TrajectoryGroup(group.index, group_id, group.prompt, trajectories, group.oldest_version)
+
+
+class ServedVersion:
+    """Returns the policy version that a pool serves; while no replica is in service, as in a restart, the last one."""
+
+    def __init__(self, pool: ServerPool) -> None:
+        self._pool = pool
+        self._last: int | None = None
+
+    def __call__(self) -> int:
+        try:
+            self._last = self._pool.policy_version
+        except NoReplicaError:
+            if self._last is None:
+                raise
+        return self._last
 
 
 def oldest_version(trajectory: Trajectory) -> int | None:
