@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ import msgspec
 from ostinato_agent_loop.base import AgentLoopBase, AgentLoopContext
 from ostinato_agent_loop.config import RolloutConfig
 from ostinato_agent_loop.manager import make_parser, make_tool_executor
+from ostinato_agent_loop.ray_workers.following import ReplicaView
 from ostinato_agent_loop.registry import load_agent_loops, register, registered_agents
 from ostinato_agent_loop.reward import RewardFn
 from ostinato_agent_loop.trajectory import Trajectory
@@ -62,8 +63,6 @@ class WorkerShare(msgspec.Struct, frozen=True):
     """From 0 on."""
     num_workers: int
     """Of all that share the replicas."""
-    no_replica_timeout_s: float
-    """Longest time for which turns wait while there is no replica."""
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,19 +101,19 @@ class WorkerBody(ActorBody):
     def __init__(self) -> None:
         self._running: dict[int, asyncio.Task[Trajectory]] = {}
         self._servers: dict[ReplicaEndpoint, RemoteServer] = {}
-        self._wanted: set[ReplicaEndpoint] = set()
+        self._view = ReplicaView()
+        self._is_closed = False
         self._connecting: dict[ReplicaEndpoint, asyncio.Task[None]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._tracer: Tracer | None = None
-        self._holding: asyncio.TimerHandle | None = None
 
-    async def build(self, spec: WorkerSpec, share: WorkerShare, endpoints: Sequence[ReplicaEndpoint]) -> None:
+    async def build(self, spec: WorkerSpec, share: WorkerShare, view: ReplicaView) -> None:
         """Makes the worker.
 
         Args:
             spec: From what.
             share: Which of the workers this is.
-            endpoints: Of the replicas.
+            view: Of the replicas; at least one is in service.
 
         Raises:
             NoReplicaError: None of the replicas can be reached.
@@ -127,7 +126,7 @@ class WorkerBody(ActorBody):
             load_agent_loops(config.agent.agent_loop_config_path)
         make_tools = spec.make_tools or (lambda: make_tool_executor(config.multi_turn, spec.tokens.tokenizer))
         self._tools = make_tools()
-        self._client = await self._make_client(spec, endpoints)
+        self._client = await self._make_client(spec, view)
         self._tracer = make_tracer(config.trace, decoder=spec.tokens.tokenizer, num_workers=share.num_workers)
         context = AgentLoopContext(
             client=self._client,
@@ -142,14 +141,14 @@ class WorkerBody(ActorBody):
         reward_fn = None if spec.make_reward_fn is None else spec.make_reward_fn()
         self._worker = AgentLoopWorker(context, config.agent, reward_fn=reward_fn)
 
-    async def _make_client(self, spec: WorkerSpec, endpoints: Sequence[ReplicaEndpoint]) -> LLMServerClient:
+    async def _make_client(self, spec: WorkerSpec, view: ReplicaView) -> LLMServerClient:
         """A client that admits to its part of what the replicas hold."""
         number = self._share.number
-        self._wanted = set(endpoints)
-        await asyncio.gather(*(self._reach(endpoint) for endpoint in endpoints))
+        self._view = view
+        await asyncio.gather(*(self._reach(endpoint) for endpoint in view.endpoints))
         if not self._servers:
             raise NoReplicaError(
-                f"at least one replica must be reached by worker {number}, got none of {len(endpoints)}; see its log"
+                f"at least one replica must be reached by worker {number}, got none of {len(view.endpoints)}; see its log"
             )
         config, seed = spec.config, derive_seed(spec.seed, number)
         log, path = None, config.routing.decision_log_path
@@ -171,38 +170,51 @@ class WorkerBody(ActorBody):
 
     # Replicas
 
-    async def follow(self, endpoints: Sequence[ReplicaEndpoint]) -> None:
+    async def follow(self, view: ReplicaView) -> None:
         """From now on these are the replicas. Returns at once: whom it has to reach, it reaches meanwhile."""
-        self._wanted = set(endpoints)
+        if self._is_closed:
+            return
+        self._view = view
         for endpoint in list(self._servers):
-            if endpoint not in self._wanted:
+            if endpoint in view.draining:
+                self._client.remove_server(self._servers[endpoint], reason="is drained")
+            elif endpoint not in view.endpoints:
                 self._drop(endpoint, "is out of service")
-        for endpoint in endpoints:
-            if endpoint not in self._servers and endpoint not in self._connecting:
+        for endpoint in view.endpoints:
+            server = self._servers.get(endpoint)
+            if server is None and endpoint not in self._connecting:
                 self._connecting[endpoint] = asyncio.ensure_future(self._join(endpoint))
+            elif server is not None and server not in self._client.servers:  # it was drained, and is back
+                self._client.add_server(server)
         self._hold_or_proceed()
+
+    async def take_back(self, endpoint: ReplicaEndpoint) -> None:
+        """What is inside of a replica begins again, there or elsewhere."""
+        if endpoint in self._servers:
+            self._client.take_back(self._servers[endpoint])
+
+    async def left(self, endpoint: ReplicaEndpoint) -> None:
+        """Waits until no generation is inside of a replica; the deadline is the caller's."""
+        if endpoint in self._servers:
+            await self._client.left(self._servers[endpoint])
 
     async def _join(self, endpoint: ReplicaEndpoint) -> None:
         try:
             server = await self._reach(endpoint)
-            if server is not None:
+            if server is not None and endpoint in self._view.endpoints:
                 self._client.add_server(server)
                 self._hold_or_proceed()
         finally:
             del self._connecting[endpoint]
 
     def _hold_or_proceed(self) -> None:
-        """Lets turns wait while there is no replica, but not for ever: then they fail."""
-        if self._servers:
-            if self._holding is not None:
-                self._holding.cancel()
-                self._holding = None
-            self._client.proceed()
-        elif self._holding is None:
-            self._client.hold("no replica is in service")
-            loop = asyncio.get_running_loop()
-            why = f"none has come back within {self._share.no_replica_timeout_s:g} s"
-            self._holding = loop.call_later(self._share.no_replica_timeout_s, self._client.proceed, why)
+        """Lets turns wait where the pool says so, and until one of its replicas has been reached."""
+        if self._view.held:
+            self._client.hold(self._view.held)
+        elif self._view.endpoints and not self._client.servers:
+            self._client.hold(f"worker {self._share.number} has none of the replicas reached yet")
+        else:
+            self._client.proceed(self._view.why_none)
 
     async def _reach(self, endpoint: ReplicaEndpoint) -> RemoteServer | None:
         """The replica, started; None if it cannot be reached, or is not wanted any more."""
@@ -212,7 +224,7 @@ class WorkerBody(ActorBody):
         except EngineError as error:
             logger.warning("the replica at %s cannot be reached: %s", endpoint.address, error)
             return None
-        if endpoint not in self._wanted:
+        if endpoint not in (*self._view.endpoints, *self._view.draining):
             await server.disconnect()
             return None
         self._servers[endpoint] = server
@@ -220,7 +232,7 @@ class WorkerBody(ActorBody):
 
     def _drop(self, endpoint: ReplicaEndpoint, reason: str) -> None:
         server = self._servers.pop(endpoint)
-        self._client.remove_server(server, reason=reason)
+        self._client.remove_server(server, reason=reason, take_back=True)
         leaving = asyncio.ensure_future(server.disconnect())
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
@@ -271,6 +283,7 @@ class WorkerBody(ActorBody):
 
     async def close(self) -> None:
         """Ends all trajectories, and lets go of tools and replicas."""
+        self._is_closed = True
         for running in self._running.values():
             running.cancel()
         ending = {*self._running.values(), *self._connecting.values()}

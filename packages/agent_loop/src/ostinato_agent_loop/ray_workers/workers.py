@@ -17,6 +17,7 @@ from typing import Any, Self
 import msgspec
 
 from ostinato_agent_loop.errors import AgentConfigError
+from ostinato_agent_loop.ray_workers.following import ReplicaFollower
 from ostinato_agent_loop.ray_workers.process import WorkerBody, WorkerReport, WorkerShare, WorkerSpec
 from ostinato_agent_loop.trajectory import Trajectory
 from ostinato_agent_loop.worker import TrajectoryTask
@@ -27,9 +28,9 @@ from ostinato_rollout.restarts import RestartBudget, RestartPolicy
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.2
-"""How often it is looked whether replicas have come or gone."""
 _BEATS = 4
+_LONGEST_BEAT_S = 5.0
+"""Between two questions for a sign of life, which also bring back replicas that a worker has lost from sight."""
 _CLOSE_S = 30.0
 
 
@@ -45,7 +46,6 @@ class RayWorkers:
         max_reruns: How often a trajectory begins anew because its worker was lost, before that is its failure.
         silence_s: A worker that answers nothing for so long is lost; one whose event loop an agent blocks answers nothing.
         start_timeout_s: Longest wait for a worker to be there.
-        no_replica_timeout_s: Longest time for which turns wait when no replica is in service, before they fail.
         restarts: How often lost ones are replaced.
 
     Raises:
@@ -61,7 +61,6 @@ class RayWorkers:
         max_reruns: int = 1,
         silence_s: float = 60.0,
         start_timeout_s: float = 300.0,
-        no_replica_timeout_s: float = 300.0,
         restarts: RestartPolicy | None = None,
     ) -> None:
         num_workers = spec.config.agent.num_workers
@@ -73,18 +72,18 @@ class RayWorkers:
         for name, value in (
             ("silence_s", silence_s),
             ("start_timeout_s", start_timeout_s),
-            ("no_replica_timeout_s", no_replica_timeout_s),
         ):
             if not 0 < value < float("inf"):
                 raise AgentConfigError(f"{name} must be positive, got {value}; give seconds")
         self._spec, self._pool = spec, pool
         self._max_reruns, self._silence_s, self._start_timeout_s = max_reruns, silence_s, start_timeout_s
-        self._no_replica_timeout_s = no_replica_timeout_s
         self._budget = RestartBudget(RestartPolicy() if restarts is None else restarts, spec.seed)
         self._numbers = itertools.count()
         self._changed = asyncio.Event()
+        self._follower = ReplicaFollower(self._note_change, self._tell_all)
         self._letting_go: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._stopping: asyncio.Task[None] | None = None
         self.workers = tuple(RayWorker(self, number, place) for number, place in enumerate(placements))
         """One for each; they stay the same while their processes are replaced."""
         self.num_reruns = 0
@@ -95,14 +94,14 @@ class RayWorkers:
     # Life
 
     async def start(self) -> None:
-        """Starts all workers; if one fails, all are ended and its error is raised.
+        """Starts all workers, once a replica is in service; if one fails, all are ended and its error is raised.
 
         Raises:
             ClusterError: No cluster, or no room in it.
             AgentConfigError: The pool's replicas cannot be reached from other processes.
             Exception: As a worker's tools, agents or reward could not be made.
         """
-        self._endpoints()
+        self._pool.follow(self._follower)
         try:
             async with asyncio.TaskGroup() as group:
                 for worker in self.workers:
@@ -116,25 +115,33 @@ class RayWorkers:
             worker.keeping = asyncio.ensure_future(self._keep(worker))
 
     async def shutdown(self) -> None:
-        """Ends all trajectories and workers; whoever waits for a trajectory gets a failure. A second call does nothing."""
-        self._closed = True
-        for worker in self.workers:
-            if worker.keeping is not None:
-                worker.keeping.cancel()
-        await asyncio.gather(*(self._close(worker) for worker in self.workers))
+        """Ends all trajectories and workers; whoever waits for a trajectory gets a failure.
+
+        It goes on to its end, whoever is cancelled; a second call waits for the same.
+        """
+        if self._stopping is None:
+            self._closed = True
+            self._stopping = asyncio.ensure_future(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> None:
         self._note_change()
+        await asyncio.gather(*(self._close(worker) for worker in self.workers))
         if self._letting_go:
             await asyncio.wait(self._letting_go, timeout=_CLOSE_S)
 
     async def _close(self, worker: RayWorker) -> None:
-        if worker.keeping is not None:
-            await asyncio.wait([worker.keeping])
-        process, worker.process = worker.process, None
+        process = worker.process
         if process is not None:
             with suppress(ClusterError, TimeoutError):
                 async with asyncio.timeout(_CLOSE_S):
                     await process.ask("close")
-            await process.end()
+        if worker.keeping is not None:
+            worker.keeping.cancel()
+            await asyncio.wait([worker.keeping])
+        if worker.process is not None:
+            await worker.process.end()
+            worker.process = None
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -157,16 +164,15 @@ class RayWorkers:
 
     async def _launch(self, worker: RayWorker) -> None:
         """A process for a worker, with what it needs."""
-        lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        process = ActorProcess(WorkerBody, worker.placement, on_lost=lost.set_result)
+        process = ActorProcess(WorkerBody, worker.placement, on_lost=lambda why: worker.note_lost(process, why))
         deadline = asyncio.timeout(self._start_timeout_s)
         try:
             async with deadline:
                 await process.start()
-                while not (endpoints := self._endpoints()):  # noqa: ASYNC110  pools tell nobody
-                    await asyncio.sleep(_LOOK_S)
-                share = WorkerShare(worker.number, len(self.workers), self._no_replica_timeout_s)
-                await process.ask("build", self._spec, share, endpoints)
+                while not self._follower.view.endpoints:
+                    await self._changed.wait()
+                share = WorkerShare(worker.number, len(self.workers))
+                await process.ask("build", self._spec, share, self._follower.view)
         except BaseException as error:
             told = process.unplaced() if process.place is None else "no answer, or no replica was in service"
             await process.end()
@@ -175,7 +181,7 @@ class RayWorkers:
                     f"worker {worker.number} must start within {self._start_timeout_s:g} s, got {told}; see Ray's log of it"
                 ) from error
             raise
-        worker.process, worker.lost, worker.failure = process, lost, ""
+        worker.process, worker.lost, worker.failure = process, asyncio.get_running_loop().create_future(), ""
         self._note_change()
 
     async def _keep(self, worker: RayWorker) -> None:
@@ -202,41 +208,36 @@ class RayWorkers:
     async def _follow(self, worker: RayWorker) -> str:
         """Tells a worker of its replicas until it is lost; in words, how. Its process is gone then."""
         process, lost = worker.process, worker.lost
-        assert process is not None
-        assert lost is not None
-        told: tuple[ReplicaEndpoint, ...] | None = None
-        told_at = 0.0
+        if process is None or lost is None:
+            return worker.failure
+        beat_s = min(self._silence_s / _BEATS, _LONGEST_BEAT_S)
         try:
             while not lost.done():
-                endpoints = self._endpoints()
-                if endpoints != told or time.monotonic() - told_at > self._silence_s / _BEATS:
-                    async with asyncio.timeout(self._silence_s):
-                        await process.ask("follow", endpoints)
-                    told, told_at = endpoints, time.monotonic()
-                await asyncio.wait([lost], timeout=min(_LOOK_S, self._silence_s / _BEATS))
+                changed, view = self._changed, self._follower.view
+                async with asyncio.timeout(self._silence_s):
+                    await process.ask("follow", view)
+                await _first_of(lost, changed, beat_s)
             return lost.result()
         except TimeoutError:
             return (
                 f"it must answer within {self._silence_s:g} s, got silence; see whether an agent blocks its event loop"
             )
-        except ClusterError as error:
+        # Whatever it answers instead, it does not know its replicas.
+        except Exception as error:
             return str(error)
         finally:
             worker.process = None
             await process.end()
 
-    def _endpoints(self) -> tuple[ReplicaEndpoint, ...]:
-        """Of the replicas in service."""
-        found = []
-        for server in self._pool.servers:
-            endpoint = getattr(server, "endpoint", None)
-            if endpoint is not None:
-                found.append(endpoint)
-            elif not hasattr(server, "endpoint"):
-                raise AgentConfigError(
-                    f"replicas must be reachable from workers in other processes, got {type(server).__name__}; use RayReplica"
-                )
-        return tuple(found)
+    async def _tell_all(self, method: str, endpoint: ReplicaEndpoint) -> None:
+        """Has those that are there do something with a replica; who is lost meanwhile has nothing left there."""
+
+        async def tell(process: ActorProcess) -> None:
+            with suppress(ActorLostError):
+                await process.ask("follow", self._follower.view)
+                await process.ask(method, endpoint)
+
+        await asyncio.gather(*(tell(worker.process) for worker in self.workers if worker.process is not None))
 
     def _note_change(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
@@ -278,7 +279,8 @@ class RayWorkers:
         worker.num_under_way += 1
         try:
             return await process.ask("run", number, task, params)
-        except ActorLostError:
+        except ActorLostError as error:
+            worker.note_lost(process, str(error))
             await process.end()
             raise
         except asyncio.CancelledError:
@@ -333,6 +335,12 @@ class RayWorker:
         self.num_under_way = 0
         """Trajectories."""
 
+    def note_lost(self, process: ActorProcess, why: str) -> None:
+        """A process that was this worker's is gone; nothing is sent to it any more."""
+        if self.process is process and self.lost is not None:
+            self.process, self.failure = None, why
+            self.lost.set_result(why)
+
     async def run_trajectory(self, task: TrajectoryTask, sampling_params: SamplingParams) -> Trajectory:
         """Run one trajectory and its reward. Failures are in what is returned; raises CancelledError if it is cancelled."""
         return await self._workers.run(self, task, sampling_params)
@@ -350,6 +358,15 @@ class RayWorker:
             _failed(task, result) if isinstance(result, Failure) else result
             for task, result in zip(tasks, results, strict=True)
         ]
+
+
+async def _first_of(lost: asyncio.Future[str], changed: asyncio.Event, timeout_s: float) -> None:
+    """Waits until one of them is there, or the time is over."""
+    changing = asyncio.ensure_future(changed.wait())
+    try:
+        await asyncio.wait([lost, changing], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        changing.cancel()
 
 
 async def _let_go(process: ActorProcess, number: int) -> None:
