@@ -394,17 +394,21 @@ async def test_results_that_are_failures_count_as_such():
             assert stream.counts().num_reruns == max_reruns
 
 
-async def test_what_is_asked_about_results_and_raises_is_a_failure_of_the_run():
-    """failure_of and oldest_version that raise fail that run, not the stream."""
+@pytest.mark.parametrize("name", ["failure_of", "oldest_version"])
+@pytest.mark.parametrize(("answer", "text"), [(KeyError("lost"), "KeyError: 'lost'"), ("nonsense", "")])
+async def test_what_is_asked_about_results_and_answers_nonsense_is_a_failure_of_the_run(name, answer, text):
+    """failure_of and oldest_version that raise, or answer what they may not, fail that run, not the stream."""
 
     def broken(result):
-        raise KeyError("no version")
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-    for name in ("failure_of", "oldest_version"):
-        stream = RolloutScheduler().stream(range(1), echo, n=1, concurrency=1, **{name: broken})
-        async with stream:
-            ((failure,),) = [group.results async for group in stream]
-            assert failure == Failure("item 0", FailureKind.AGENT, "KeyError: 'no version'")
+    stream = RolloutScheduler().stream(range(1), echo, n=1, concurrency=1, **{name: broken})
+    async with stream:
+        ((failure,),) = [group.results async for group in stream]
+    assert (failure.where, failure.kind) == ("item 0", FailureKind.AGENT)
+    assert text in failure.message
 
 
 async def test_in_order_waits_for_those_before():
@@ -659,25 +663,41 @@ async def settle_with(item):
 async def test_a_source_that_is_cancelled_by_others_is_an_error():
     """Not the end of the prompts, and no endless wait."""
     source = Queued()
-    async with stream_of(source, echo) as stream:
-        source.queue.put_nowait(asyncio.CancelledError())
-        with pytest.raises(RolloutError, match="got a cancellation"):
-            await anext(stream)
+    source.queue.put_nowait(asyncio.CancelledError())
+
+    def cancelled():
+        yield "a"
+        raise asyncio.CancelledError
+
+    for prompts, num_groups in ((source, 0), (cancelled(), 1)):
+        async with stream_of(prompts, echo) as stream:
+            assert len([await anext(stream) for _ in range(num_groups)]) == num_groups
+            with pytest.raises(RolloutError, match="got a cancellation"):
+                await anext(stream)
 
 
-async def test_a_version_that_cannot_be_told_is_an_error():
-    """No more is drawn, and the error comes once what is under way is done."""
+@pytest.mark.parametrize(("last", "error"), [("raise", LookupError), ("seven", TypeError)])
+async def test_a_version_that_cannot_be_told_is_an_error(last, error):
+    """Raised, or no number: no more is drawn, and the error comes once what is under way is done."""
     answers = [0, 0, 0]
+
+    def current_version():
+        if answers:
+            return answers.pop()
+        if last == "raise":
+            raise LookupError("nobody knows")
+        return last
+
     stream = RolloutScheduler().stream(
         count(),
         echo,
         n=1,
         concurrency=1,
-        current_version=answers.pop,
+        current_version=current_version,
         options=StreamOptions(max_staleness=0, groups_per_version=100),
     )
     async with stream:
-        with pytest.raises(IndexError, match="pop from empty list"):
+        with pytest.raises(error):
             await stream.take(50)
         assert stream.counts().num_ready >= 1
 

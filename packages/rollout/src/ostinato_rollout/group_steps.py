@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
+from operator import index
 from typing import Any, Generic
 
 import msgspec
@@ -104,9 +105,9 @@ class GroupSteps(Generic[Prompt, Result]):
             result = await callbacks.run_one(run)
             failure = None if callbacks.failure_of is None else callbacks.failure_of(result)
             if failure is not None:
-                return Ended(result, failure)
+                return Ended(result, _checked(failure))
             oldest = None if callbacks.oldest_version is None else callbacks.oldest_version(result)
-            return Ended(result, version=version if oldest is None else oldest)
+            return Ended(result, version=version if oldest is None else index(oldest))
 
         return await self._attempt(call, self.name(group, number))
 
@@ -129,3 +130,9 @@ class GroupSteps(Generic[Prompt, Result]):
     async def _attempt(self, call: Callable[[], Awaitable[Ended]], what: str) -> Ended:
         ended = await attempt(call, what, timeout_s=self._timeout_s, progress=self._progress)
         return Ended(failure=ended) if isinstance(ended, Failure) else ended
+
+
+def _checked(failure: Any) -> Failure:
+    if not isinstance(failure, Failure):
+        raise SessionInputError(f"failure_of must return a Failure or None, got {failure!r:.80}; return one of them")
+    return failure

@@ -225,6 +225,7 @@ class GroupStream(Generic[Prompt, Result]):
 
     def _advance(self) -> None:
         """Begin everything that can be begun now."""
+        self._held_by = ""
         self._look()
         while not self._is_closed and not self._has_enough() and len(self._tasks) < self._concurrency:
             step = self._next_step()

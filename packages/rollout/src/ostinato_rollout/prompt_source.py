@@ -11,6 +11,7 @@ from ostinato_rollout.errors import RolloutError, SessionInputError
 Prompt = TypeVar("Prompt")
 
 _END: Any = object()
+_CANCELLED = "prompts must come, got a cancellation instead of the next one; see who cancelled, and start anew"
 
 
 class PromptSource(Generic[Prompt]):
@@ -62,10 +63,12 @@ class PromptSource(Generic[Prompt]):
         if self._sync is not None:
             try:
                 prompt = next(self._sync, _END)
+            except asyncio.CancelledError:
+                self._on_end(RolloutError(_CANCELLED))
             except Exception as error:
                 self._on_end(error)
-                return
-            self._give(prompt)
+            else:
+                self._give(prompt)
         elif self._asking is None:
             self._is_cancelled = False
             self._asking = asyncio.create_task(self._next())
@@ -90,7 +93,7 @@ class PromptSource(Generic[Prompt]):
             else:
                 self._on_end(error)
         elif not self._is_cancelled:
-            self._on_end(RolloutError("prompts must come, got a cancellation of the wait for the next one; start anew"))
+            self._on_end(RolloutError(_CANCELLED))
         self._on_answer()
 
     def _give(self, prompt: Any) -> None:

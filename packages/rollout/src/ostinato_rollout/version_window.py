@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import index
 
 from ostinato_rollout.errors import SessionInputError
 from ostinato_rollout.stream_types import StreamOptions
@@ -24,7 +25,7 @@ class VersionWindow:
         self._current_version, self._max_staleness = current_version, max_staleness
         self.num_groups = (max_staleness + 1) * groups_per_version
         """Groups that there may be at one version: those taken at it, and those on their way."""
-        self.version = current_version()
+        self.version = index(current_version())
         """The version as of the last look."""
         self._num_taken = 0
 
@@ -45,7 +46,7 @@ class VersionWindow:
 
     def look(self) -> bool:
         """Ask for the version; return whether it is another one than before."""
-        version = self._current_version()
+        version = index(self._current_version())
         if version == self.version:
             return False
         self.version, self._num_taken = version, 0
