@@ -5,7 +5,7 @@ call of a conversation waits for Ray. What it is not: it starts no cluster, and 
 """
 
 from ostinato_rollout.ray_cluster.actors import ActorBody, ActorLostError, ActorPlacement, ActorProcess, ClusterError
-from ostinato_rollout.ray_cluster.replica import RayReplica, ReplicaEndpoint
+from ostinato_rollout.ray_cluster.replica import RayReplica, ReplicaEndpoint, ReplicaReport
 
 __all__ = [
     "ActorBody",
@@ -15,4 +15,5 @@ __all__ = [
     "ClusterError",
     "RayReplica",
     "ReplicaEndpoint",
+    "ReplicaReport",
 ]

@@ -52,6 +52,19 @@ class ReplicaEndpoint(msgspec.Struct, frozen=True):
         return RemoteServer(self.address, key=self.key, silence_s=self.silence_s, start_timeout_s=self.silence_s)
 
 
+class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica's service has; all but the callers are zero when nothing is under way."""
+
+    num_callers: int
+    """Connections."""
+    num_calls: int
+    """Under way."""
+    num_conversations: int
+    """Not released."""
+    num_kept_bytes: int
+    """Of prompts."""
+
+
 class _Build(msgspec.Struct, frozen=True):
     """Which engine, and with what."""
 
@@ -79,6 +92,18 @@ class _ReplicaBody(ActorBody):
         self._service = ReplicaService(server, endpoint.address, key=endpoint.key, silence_s=endpoint.silence_s)
         await self._service.start()
         return self._service.address
+
+    async def report(self) -> ReplicaReport:
+        """What its service has."""
+        service = self._service
+        if service is None:
+            return ReplicaReport(num_callers=0, num_calls=0, num_conversations=0, num_kept_bytes=0)
+        return ReplicaReport(
+            num_callers=service.num_callers,
+            num_calls=service.num_calls,
+            num_conversations=service.num_conversations,
+            num_kept_bytes=service.num_kept_bytes,
+        )
 
 
 class _HolderBody(ActorBody):
@@ -139,6 +164,15 @@ class RayReplica(RemoteServer):
     def place(self) -> ActorPlace | None:
         """Node and process; once it has started."""
         return self._actor.place
+
+    async def report(self) -> ReplicaReport:
+        """What its service has, of all its callers; goes through Ray, not the transport.
+
+        Raises:
+            ClusterError: The process is not there.
+        """
+        async with asyncio.timeout(self._options.silence_s):
+            return await self._actor.ask("report")
 
     # Life
 
