@@ -192,6 +192,7 @@ def _through(serializer, messages):
 
 
 @pytest.mark.parametrize("way", ROUND_TRIPS)
+@pytest.mark.filterwarnings("ignore::langchain_core._api.beta_decorator.LangChainBetaWarning")
 async def test_messages_that_were_stored_find_their_conversation(talk, way):
     """Whatever a graph does to keep messages, a history that says the same goes on in its tokens."""
     said = talk([call('{"b":  2, "a": 1.0}'), "<think>Hm.</think>three", "more"])
@@ -429,6 +430,14 @@ def test_messages_that_cannot_be_shown_are_refused(messages, what):
     """What the policy cannot read is an error that says what it is."""
     with pytest.raises(GraphInputError, match=what):
         plain_messages(messages)
+
+
+async def test_what_is_no_text_is_refused(talk):
+    """Half of a surrogate pair is an error that names the message; nothing is sampled."""
+    said = talk(["one"])
+    with pytest.raises(ValueError, match="valid Unicode"):
+        await said.model.ainvoke([HumanMessage("\ud800")])
+    assert said.server.requests == []
 
 
 def test_messages_in_plain_form():

@@ -18,6 +18,8 @@ from langchain_core.messages import HumanMessage
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.types import RetryPolicy
 
+from ostinato_agent_loop.errors import GraphStateError
+
 ROW = {"raw_prompt": [{"role": "user", "content": "Please."}]}
 
 
@@ -290,7 +292,57 @@ async def test_what_a_graph_leaves_running_ends_with_it(world, graph_agent):
     trajectory = await world.run_one(lambda request: end("x"), agent=graph_agent(one_node(node)))
     assert trajectory.failure is None
     await asyncio.wait(stray, timeout=10)
-    assert stray[0].done()
+    assert stray[0].cancelled() or isinstance(stray[0].exception(), GraphStateError)
+
+
+async def test_a_task_that_will_not_end_holds_nobody(world, graph_agent):
+    """A stray task that goes on after being cancelled gets no further turn, and the trajectory ends without it."""
+    refused, gave_up = [], asyncio.Event()
+
+    async def node(model, tools, state):
+        async def stubborn():
+            while not any(isinstance(error, GraphStateError) for error in refused):
+                try:
+                    await model.ainvoke([HumanMessage("Stray.")])
+                except BaseException as error:
+                    refused.append(error)
+            gave_up.set()
+            await asyncio.Event().wait()
+
+        stray.append(asyncio.ensure_future(stubborn()))
+        return {"messages": [await model.ainvoke(state["messages"])]}
+
+    stray = []
+    try:
+        trajectory = await world.run_one(lambda request: end("x"), agent=graph_agent(one_node(node)))
+        assert trajectory.failure is None
+        async with asyncio.timeout(10):
+            await gave_up.wait()
+        assert not stray[0].done()
+    finally:
+        stray[0].cancel()
+        await asyncio.wait(stray)
+
+
+async def test_a_limit_is_the_reason_though_another_turn_ends_after_it(world, graph_agent):
+    """Where one of two parallel calls meets the limit of turns while the other one is sampled, the limit is why the
+    trajectory ended, and the sampled turn is kept."""
+
+    async def node(model, tools, state):
+        results = await asyncio.gather(*(model.ainvoke(state["messages"]) for _ in range(2)), return_exceptions=True)
+        raise next(result for result in results if isinstance(result, Exception))
+
+    agent = graph_agent(one_node(node))
+    (segment,) = segments_of(await world.run_one([end("x")] * 2, agent=agent, max_assistant_turns=1))
+    assert segment.stop_reason is TrajectoryEnd.MAX_ASSISTANT_TURNS
+
+
+async def test_extra_fields_are_not_asked_where_a_limit_ended_the_graph(world, graph_agent):
+    """There is no last state then, and nothing is made of it."""
+    agent = graph_agent(forever, max_steps=3, extra_fields=lambda self, state: {"last": state["messages"][-1].content})
+    (segment,) = segments_of(await world.run_one([end("x")] * 9, agent=agent))
+    assert segment.stop_reason is TrajectoryEnd.RECURSION_LIMIT
+    assert "last" not in segment.extra_fields
 
 
 async def test_more_conversations_than_stay_open(world, graph_agent):

@@ -114,7 +114,7 @@ async def test_trained_ids_are_sampled_ids(world):
 
 async def test_it_needs_tools_to_be_on(world):
     """With multi_turn.enable=false it is refused before anything starts."""
-    with pytest.raises(AgentConfigError, match="multi_turn.enable"):
+    with pytest.raises(AgentConfigError, match=r"multi_turn\.enable"):
         world.build([DONE], agent="react_agent", enable=False)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from ostinato_rollout.errors import SessionInputError
 from ostinato_rollout.session import ChatSession
 
 logger = logging.getLogger(__name__)
@@ -36,10 +37,13 @@ def digests(messages: Sequence[dict], start: bytes = START) -> list[bytes]:
     Args:
         messages: In plain form: role, content (text, or empty), and name, tool_call_id and tool_calls where there are any.
         start: Where the chain begins.
+
+    Raises:
+        SessionInputError: One holds half of a surrogate pair, which is no text.
     """
     found = []
     digest = start
-    for message in messages:
+    for index, message in enumerate(messages):
         said = (
             message["role"],
             message["content"] or "",
@@ -50,7 +54,12 @@ def digests(messages: Sequence[dict], start: bytes = START) -> list[bytes]:
                 for call in message.get("tool_calls", ())
             ],
         )
-        digest = blake2b(digest + msgspec.json.encode(said), digest_size=20).digest()
+        try:
+            digest = blake2b(digest + msgspec.json.encode(said), digest_size=20).digest()
+        except UnicodeEncodeError as error:
+            raise SessionInputError(
+                f"messages[{index}] must be valid Unicode, got half of a surrogate pair ({error}); replace it"
+            ) from error
         found.append(digest)
     return found
 

@@ -68,7 +68,7 @@ class LangGraphAgentLoop(AgentLoopBase):
 
     def extra_fields(self, state: Any) -> dict[str, Any]:
         """Return what the reward function is to read beside the rest in `extra_fields`: plain data, made of the graph's
-        last state; None: a limit ended the graph."""
+        last state. Not asked where a limit ended the graph."""
         return {}
 
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
@@ -95,7 +95,7 @@ class LangGraphAgentLoop(AgentLoopBase):
             "tool_rewards": tools.tool_rewards,
             "tool_state_rewards": state_rewards,
             "messages": [] if conversations.last is None else conversations.last.messages,
-            **self.extra_fields(state),
+            **({} if state is None else self.extra_fields(state)),
         }
         return [
             output
@@ -125,7 +125,8 @@ class LangGraphAgentLoop(AgentLoopBase):
             )
         try:
             state = await self.run_graph(graph, self.graph_input(row), self.graph_config())
-        except TurnLimitError:
+        except TurnLimitError as error:
+            conversations.finish(TrajectoryEnd(error.end))
             return None
         except GraphRecursionError:
             conversations.finish(TrajectoryEnd.RECURSION_LIMIT)

@@ -20,7 +20,7 @@ class LoopBridge:
 
     def __init__(self) -> None:
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        self._tasks: set[asyncio.Task] = set()
+        self._calls: dict[asyncio.Future[None], asyncio.Task] = {}  # by their end
         self._is_closed = False
 
     async def call(self, function: Callable[..., Coroutine[Any, Any, Result]], *arguments: Any) -> Result:
@@ -49,26 +49,28 @@ class LoopBridge:
         return asyncio.run_coroutine_threadsafe(self._run(function, arguments), self._loop).result()
 
     async def close(self) -> None:
-        """Cancel what is under way and wait for its end. Closing again does nothing more."""
+        """Cancel what is under way and wait for its end. Closing again does nothing more.
+
+        What is waited for are the calls, not the tasks that made them: whoever goes on after a cancellation gets no
+        further call.
+        """
         self._is_closed = True
-        tasks = self._tasks - {asyncio.current_task()}
-        for task in tasks:
+        for task in self._calls.values():
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        if self._calls:
+            await asyncio.wait(list(self._calls))
 
     async def _run(self, function: Callable[..., Coroutine[Any, Any, Result]], arguments: tuple) -> Result:
         self._check_open()
         task = asyncio.current_task()
         assert task is not None
-        # A task may be in several calls at once, one inside of the other.
-        is_outermost = task not in self._tasks
-        self._tasks.add(task)
+        ended = self._loop.create_future()
+        self._calls[ended] = task
         try:
             return await function(*arguments)
         finally:
-            if is_outermost:
-                self._tasks.discard(task)
+            del self._calls[ended]
+            ended.set_result(None)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -196,7 +196,7 @@ def langchain_tools(tools: GraphTools, bridge: LoopBridge) -> list[TrajectoryToo
             TrajectoryTool(
                 name=function["name"],
                 description=function.get("description") or function["name"],
-                args_schema=function.get("parameters") or {"type": "object", "properties": {}},
+                args_schema={"type": "object", "properties": {}, **(function.get("parameters") or {})},
                 openai_schema=schema,
                 tools=tools,
                 bridge=bridge,
