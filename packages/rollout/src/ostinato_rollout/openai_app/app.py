@@ -33,6 +33,7 @@ from ostinato_rollout.openai_app.delivery import TurnResponse, error_response, h
 from ostinato_rollout.openai_app.errors import ApiError, UnknownSessionError
 from ostinato_rollout.openai_app.limits import AppLimits
 from ostinato_rollout.openai_app.request import ChatRequest, parse_request
+from ostinato_rollout.openai_app.responses import events, parse_responses_request, response
 from ostinato_rollout.openai_app.turns import answer_request
 from ostinato_rollout.pool import ServerPool
 from ostinato_rollout.session import ChatSession
@@ -152,6 +153,7 @@ class OpenAIApp:
         def routes(prefix: str) -> list[Route]:
             return [
                 Route(f"{prefix}/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+                Route(f"{prefix}/v1/responses", self._guarded(self._responses), methods=["POST"]),
                 Route(f"{prefix}/v1/models", self._guarded(self._models), methods=["GET"]),
                 Route(f"{prefix}/v1/models/{{model:path}}", self._guarded(self._one_model), methods=["GET"]),
             ]
@@ -218,6 +220,18 @@ class OpenAIApp:
             partial(self._answer, chat, session),
             whole=lambda answer: completion(answer, chat, decode),
             events=(lambda answer: chunks(answer, chat, decode)) if chat.stream else None,
+            limits=self.limits,
+        )
+
+    async def _responses(self, request: Request) -> Response:
+        session = self._session(request)
+        body = await read_body(request, self.limits)
+        asked = parse_responses_request(body, self.limits, vocab_size=self._tokens.tokenizer.vocab_size)
+        self._check_served(asked.chat)
+        return TurnResponse(
+            partial(self._answer, asked.chat, session),
+            whole=lambda answer: response(answer, asked),
+            events=(lambda answer: events(answer, asked)) if asked.chat.stream else None,
             limits=self.limits,
         )
 

@@ -163,7 +163,8 @@ class TurnResponse(Response, Generic[T]):
             await asyncio.wait({working, gone}, timeout=self._limits.keepalive_s, return_when=asyncio.FIRST_COMPLETED)
         error = _error_of(working)
         for event in events(working.result()) if error is None else [told(error).body()]:
-            await self._send_text(send, b"data: " + msgspec.json.encode(event) + b"\n\n")
+            name = f"event: {event['type']}\n".encode() if "type" in event else b""
+            await self._send_text(send, name + b"data: " + msgspec.json.encode(event) + b"\n\n")
         await self._send_text(send, b"data: [DONE]\n\n")
         await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -6,6 +6,7 @@ Invariant: every field that a client sent is obeyed or refused by name; none is 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,7 +16,10 @@ from ostinato_rollout.openai_app.errors import ApiError
 from ostinato_rollout.openai_app.limits import AppLimits
 from ostinato_rollout.openai_app.messages import MessageSpec, plain_messages
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+Neutral = Mapping[str, tuple[Any, ...]]
+"""Fields that cannot be obeyed, with the values of each that ask for nothing."""
+
+_NEUTRAL: Neutral = {
     "audio": (),
     "frequency_penalty": (0,),
     "function_call": (),
@@ -129,7 +133,11 @@ def parse_request(body: bytes, limits: AppLimits, *, vocab_size: int) -> ChatReq
     Raises:
         ApiError: 400 where something is wrong or unsupported, 413 where there is too much; the message names the field.
     """
-    given = _decoded(body)
+    return chat_request(decoded(body), limits, vocab_size=vocab_size)
+
+
+def chat_request(given: dict[str, Any], limits: AppLimits, *, vocab_size: int) -> ChatRequest:
+    """Read a chat request that is decoded; see `parse_request`."""
     for name, bound in (("messages", limits.max_messages), ("tools", limits.max_tools)):
         found = given.get(name)
         if isinstance(found, list) and len(found) > bound:
@@ -137,9 +145,9 @@ def parse_request(body: bytes, limits: AppLimits, *, vocab_size: int) -> ChatReq
                 f"{name} must hold at most {bound} entries, got {len(found)}; send fewer", status=413, param=name
             )
     try:
-        parsed = msgspec.convert(_without_neutral(given), _Body)
+        parsed = msgspec.convert(obeyed(given, _Body, _NEUTRAL, _CURES), _Body)
     except msgspec.ValidationError as error:
-        raise _schema_error(error) from None
+        raise schema_error(error) from None
     _check_tools(parsed.tools)
     if parsed.n > limits.max_choices:
         raise ApiError(f"n must be at most {limits.max_choices}, got {parsed.n}; send several requests", param="n")
@@ -161,7 +169,12 @@ def parse_request(body: bytes, limits: AppLimits, *, vocab_size: int) -> ChatReq
     )
 
 
-def _decoded(body: bytes) -> dict[str, Any]:
+def decoded(body: bytes) -> dict[str, Any]:
+    """Read a body of JSON; null is as if it were not there.
+
+    Raises:
+        ApiError: It is no JSON object.
+    """
     try:
         given = msgspec.json.decode(body)
     except RecursionError:
@@ -170,42 +183,44 @@ def _decoded(body: bytes) -> dict[str, Any]:
         raise ApiError(f"the body must be JSON, got an error: {error}; send an object") from None
     if not isinstance(given, dict):
         raise ApiError(f"the body must be a JSON object, got {type(given).__name__}; send messages and model")
-    return {name: value for name, value in given.items() if value is not None}  # null is as if it were not there
+    return {name: value for name, value in given.items() if value is not None}
 
 
-def _without_neutral(given: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what asks for nothing, and refuse what asks for something that there is not."""
-    obeyed = {}
+def obeyed(
+    given: Mapping[str, Any], body: type[msgspec.Struct], neutral: Neutral, cures: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the fields that are obeyed, those of `body`, without others that ask for nothing.
+
+    Raises:
+        ApiError: A field asks for something that there is not.
+    """
+    found = {}
     for name, value in given.items():
-        if name in _Body.__struct_fields__:
-            obeyed[name] = value
-        elif name not in _NEUTRAL:
-            known = ", ".join(_Body.__struct_fields__)
+        if name in body.__struct_fields__:
+            found[name] = value
+        elif name not in neutral:
+            known = ", ".join(body.__struct_fields__)
             raise ApiError(
                 f"the request must hold known fields, got {name!r:.80}; known are {known}",
                 param=name[:80],
                 code="unknown_field",
             )
-        elif not _is_neutral(name, value):
+        elif not any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in neutral[name]):
+            # To JSON, unlike to Python, false is no number.
             raise ApiError(
-                f"{name} must be left out, got {value!r:.80}; {_CURES.get(name, 'this server does not have it')}",
+                f"{name} must be left out, got {value!r:.80}; {cures.get(name, 'this server does not have it')}",
                 param=name,
                 code="unsupported_field",
             )
-    return obeyed
+    return found
 
 
-def _is_neutral(name: str, value: Any) -> bool:
-    """Tell whether a value asks for nothing; to JSON, unlike to Python, false is no number."""
-    return any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in _NEUTRAL[name])
-
-
-def _schema_error(error: msgspec.ValidationError) -> ApiError:
-    """Say in our words where in the body the schema does not hold."""
+def schema_error(error: msgspec.ValidationError, within: str = "") -> ApiError:
+    """Say in our words where in the body, or `within` a part of it, the schema does not hold."""
     what, _, where = str(error).partition(" - at `$")
-    path = where.rstrip("`").lstrip(".") or "the request"
+    path = f"{within}{where.rstrip('`')}".lstrip(".") or "the request"
     what = what[0].lower() + what[1:]
-    return ApiError(f"{path} must fit the schema of a chat request, got an error: {what}; correct it", param=path)
+    return ApiError(f"{path} must fit the schema of a request, got an error: {what}; correct it", param=path)
 
 
 def _check_tools(tools: list[ToolSpec]) -> None:
