@@ -743,6 +743,8 @@ async def test_a_run_past_its_deadline_fails_alone():
         ({"groups_per_version": 1}, "max_staleness and groups_per_version must go together"),
         ({"max_staleness": 0, "groups_per_version": 1}, "current_version must be given with max_staleness"),
         ({"close_timeout_s": 0}, "close_timeout_s must be positive"),
+        ({"on_failure": "retry"}, "on_failure must be one of keep, drop, got 'retry'"),
+        ({"leftover": None}, "leftover must be one of cancel, hand_back, got None"),
         ({"n": 0}, "n must be at least 1"),
         ({"concurrency": 0}, "concurrency must be at least 1"),
         ({"prompts": 3}, "prompts must be an iterable or an async iterable, got int"),
@@ -752,6 +754,13 @@ async def test_options_that_cannot_be_meant_are_refused(options, text):
     """Each with what it must be and the cure, before anything begins."""
     with pytest.raises(SessionInputError, match=text):
         stream_of(**{"prompts": [], "run_one": echo, **options})
+
+
+def test_choices_may_be_given_as_texts():
+    """As a configuration has them."""
+    options = StreamOptions(on_failure="drop", leftover="hand_back")
+    assert (options.on_failure, options.leftover) == (OnFailure.DROP, Leftover.HAND_BACK)
+    assert options.leftover is Leftover.HAND_BACK
 
 
 async def test_more_than_can_ever_be_there_is_refused():

@@ -81,6 +81,11 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that runs may take to end once they are cancelled."""
 
     def __post_init__(self) -> None:
+        for name, kind in (("on_failure", OnFailure), ("leftover", Leftover)):
+            value = getattr(self, name)
+            if value not in list(kind):
+                raise SessionInputError(f"{name} must be one of {', '.join(kind)}, got {value!r}; choose one")
+            msgspec.structs.force_setattr(self, name, kind(value))
         for name, minimum in _MINIMA.items():
             value = getattr(self, name)
             if value is not None and value < minimum:
