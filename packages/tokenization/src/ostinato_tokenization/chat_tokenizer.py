@@ -22,7 +22,6 @@ from ostinato_tokenization.errors import MessageError, VocabularyError
 from ostinato_tokenization.messages import Message, check_unicode, normalize_messages, normalize_tools
 from ostinato_tokenization.plain_text import (
     ControlToken,
-    EncodePlain,
     PlainEncoder,
     control_tokens,
     marks_start,
@@ -183,7 +182,8 @@ class ChatTokenizer:
         return dict.fromkeys(sorted(set().union(*map(own_variables, self._sources.values()))), "")
 
     @cached_property
-    def _plain(self) -> PlainEncoder:
+    def plain_encoder(self) -> PlainEncoder:
+        """Encodes valid text between two control tokens, so that none of it becomes one."""
         return PlainEncoder(self._tokenizer, self._control_tokens)
 
     def render(
@@ -315,22 +315,17 @@ class ChatTokenizer:
         Args:
             continues: Whether other text stands before it, so that the tokenizer's word-start mark has no place.
         """
-        if not table and not (continues and self._marks_start) and not self._plain.is_fast:
+        if not table and not (continues and self._marks_start) and not self.plain_encoder.is_fast:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         found = (
             (match.start(), match.end(), self._by_content[match.group()])
             for match in self._given.pattern.finditer(text)
         )
-        return self._plain.encode_around(text, found, table.restore, with_prefix=not continues)
+        return self.plain_encoder.encode_around(text, found, table.restore, with_prefix=not continues)
 
     def prefix_follows(self, token: ControlToken) -> bool:
         """Whether text behind this control token gets a word-start mark."""
-        return self._plain.prefix_follows(token)
-
-    @property
-    def encode_plain(self) -> EncodePlain:
-        """Gives the ids of valid text between two control tokens, none of them a control token, as array('i')."""
-        return self._plain.encode_array
+        return self.plain_encoder.prefix_follows(token)
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of a text, none of them a control token.
@@ -339,8 +334,8 @@ class ChatTokenizer:
             MessageError: It holds unpaired surrogates, or is no text.
         """
         check_unicode(text)
-        if self._plain.is_fast or self._given.occurs_in(text):
-            return self._plain.encode(text)
+        if self.plain_encoder.is_fast or self._given.occurs_in(text):
+            return self.plain_encoder.encode(text)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

@@ -268,7 +268,7 @@ def _assemble(
     tokenizer: ChatTokenizer, literals: Sequence[str], slots: Sequence[_Slot], left: re.Pattern[str] | None
 ) -> CompiledTail | None:
     """Cut the text at its control tokens; what lies between them is encoded now unless a content stands in it."""
-    encode = tokenizer.encode_plain
+    encode = tokenizer.plain_encoder.encode_array
     head = array("i")
     rest: list[tuple[_Mixed, array[int]]] = []
     pieces, inside = [""], []

@@ -158,6 +158,8 @@ class PlainEncoder:
                 self._fast_inner = self._fast(*inner, lambda text: self._ids(self._inner, text))
         self.is_fast = self._fast_outer is not None and self._fast_inner is not None
         """Whether text is encoded by something faster than the tokenizer."""
+        self.is_local = self.is_fast and not self._marks and not any(token.lstrip or token.rstrip for token in controls)
+        """Whether the ids of what stands between two control tokens depend on nothing else."""
         self._recent = {with_prefix: _Recent() for with_prefix in (False, True)}
 
     def _fast(self, normalizer: Any, pre_tokenizer: Any, reference: Callable[[str], list[int]]) -> Encode | None:

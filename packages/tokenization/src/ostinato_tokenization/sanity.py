@@ -25,6 +25,7 @@ from ostinato_tokenization.delta import as_chat_tokenizer
 from ostinato_tokenization.errors import ChatTemplateError, TokenizationMismatchError
 from ostinato_tokenization.ledger import Origin, TokenLedger
 from ostinato_tokenization.messages import Message
+from ostinato_tokenization.recorded_pieces import ids_as_recorded
 
 _logger = logging.getLogger(__name__)
 
@@ -145,8 +146,8 @@ class _Comparison:
         self._same_turn = same_turn
         self._profile = tokenizer.profile(template_kwargs)
         self._messages = messages
-        self._encode = partial(
-            tokenizer.encode_chat, tools=tools, template_kwargs=template_kwargs, started_at=ledger.started_at
+        self._render = partial(
+            tokenizer.render_masked, tools=tools, template_kwargs=template_kwargs, started_at=ledger.started_at
         )
         self._lenient = mode == SanityCheckMode.IGNORE_STRIPPABLE
         self._stops, self._controls = tokenizer.end_token_ids, tokenizer.control_token_ids
@@ -160,9 +161,12 @@ class _Comparison:
         self._refusal = ""
         answered = bool(messages) and messages[-1].get("role") == "assistant"
         try:
-            self._rendered = self._encode(messages, add_generation_prompt=not answered)
+            text, table = self._render(messages, add_generation_prompt=not answered)
         except ChatTemplateError as error:
             self._refusal = str(error)
+        else:
+            same = None if table else ids_as_recorded(tokenizer, text, ledger)
+            self._rendered = tokenizer.encode_masked(text, table) if same is None else same
 
     def run(self) -> SanityReport | None:
         if self._refusal:
@@ -370,10 +374,10 @@ class _Comparison:
         while low < high:
             middle = (low + high) // 2
             try:
-                length = len(self._encode(self._messages[:middle], add_generation_prompt=False))
+                rendered = self._render(self._messages[:middle], add_generation_prompt=False)
             except ChatTemplateError:
                 return None
-            if length <= rendered_position:
+            if len(self._tokenizer.encode_masked(*rendered)) <= rendered_position:
                 low = middle + 1
             else:
                 high = middle
