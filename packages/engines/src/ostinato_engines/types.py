@@ -157,7 +157,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             msgspec.structs.force_setattr(self, "stop_token_ids", tuple(stops))
         for name, is_right, constraint, cure in _CONSTRAINTS:
             value = getattr(self, name)
-            if not is_right(value):
+            if value is not _NEUTRAL[name] and not is_right(value):  # most are as they were, turn after turn
                 raise SamplingParamsError(f"{name} must be {constraint}, got {value!r}; {cure}")
 
     @classmethod
@@ -187,6 +187,10 @@ def _cure_for_unknown(key: str) -> str:
     close = difflib.get_close_matches(key, SamplingParams.__struct_fields__, n=1)
     known = ", ".join(SamplingParams.__struct_fields__)
     return f"did you mean {close[0]!r}?" if close else f"known are {known}"
+
+
+_NEUTRAL = dict(zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True))
+"""What each parameter is where nothing is set."""
 
 
 class PolicySpan(msgspec.Struct, frozen=True):
