@@ -342,3 +342,20 @@ async def _conforms(engine, folder, settings, make_model, forward_of, vocab_size
         server, vocab_size=vocab_size, forward=forward_of(make_model(max_len=256, **shape)), weight_update=update
     )
     return server
+
+
+async def test_a_process_that_stands_still_keeps_nobody_and_is_ended(echo, monkeypatch):
+    """A call to a stopped process can be cancelled, and so can its shutdown, which ends the process all the same."""
+    monkeypatch.setattr("ostinato_engines.engine_process.client._GIVE_UP_S", 0.1)
+    server = EngineProcess(echo, "m")
+    await server.start()
+    process = server._process
+    os.kill(process.pid, signal.SIGSTOP)
+    for call in (server.generate([1], SamplingParams(), "r"), server.shutdown()):
+        calling = asyncio.ensure_future(call)
+        await asyncio.sleep(0.05)
+        calling.cancel()
+        async with asyncio.timeout(30):
+            await asyncio.wait([calling])
+        assert calling.cancelled()
+    assert process.returncode == -signal.SIGKILL

@@ -222,7 +222,11 @@ def hanging(arguments: Callable[..., list[str]], tmp_path: Path) -> Iterator[tup
     server.write_text(HANGING)
     custom = f"{ROLLOUT}.agent.custom_async_server"
     command = arguments(
-        tmp_path, f"{custom}.path={server}", f"{custom}.name=Hanging", f"{ROLLOUT}.engine_python={sys.executable}"
+        tmp_path,
+        f"{custom}.path={server}",
+        f"{custom}.name=Hanging",
+        f"{ROLLOUT}.engine_python={sys.executable}",
+        f"{ROLLOUT}.pool.restarts.max_restarts=0",
     )
     main = [sys.executable, "-c", "from ostinato_trainer.cli import main; main()", *command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -237,14 +241,14 @@ def hanging(arguments: Callable[..., list[str]], tmp_path: Path) -> Iterator[tup
 
 @pytest.mark.slow
 def test_an_engine_that_is_killed_ends_the_run(hanging: tuple[subprocess.Popen[str], int]) -> None:
-    """Where the engine dies in mid-run, the command ends with one message that says so and where its log is."""
+    """Where the engine dies in mid-run and is not to be restarted, the command ends with one message that says so and where its log is."""
     running, engine = hanging
     os.kill(engine, signal.SIGKILL)
     _, err = running.communicate(timeout=60)
     assert running.returncode == 1, err
     assert "Traceback" not in err
     before, message = re.split(r"^error: ", err, flags=re.MULTILINE)
-    assert "replica 0 is out of service" in before
+    assert "replica 0 is lost" in before
     for fragment in ("the process is gone", "the whole log is in"):
         assert fragment in message
 

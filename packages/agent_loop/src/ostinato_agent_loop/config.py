@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ostinato_engines import SamplingParams
-from ostinato_rollout import AdmissionConfig, RoutingConfig, SessionConfig
+from ostinato_rollout import AdmissionConfig, PoolConfig, RoutingConfig, SessionConfig
 from ostinato_rollout.tracing import TraceConfig
 from ostinato_tools import TruncateSide, TruncateUnit
 
@@ -186,6 +186,8 @@ class RolloutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """How many conversations are under way at a time."""
     trace: TraceConfig = TraceConfig()
     """What trajectories did, kept to be looked at."""
+    pool: PoolConfig = PoolConfig()
+    """The life of replicas."""
     generate_timeout_s: float = 600.0
     """Seconds that one turn may take, with what becomes of it when the engine aborts it, before the trajectory fails."""
 

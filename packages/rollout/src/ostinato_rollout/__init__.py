@@ -8,7 +8,7 @@ What it is not: it knows no agent, no reward and no training.
 
 from ostinato_rollout.activity import Dump
 from ostinato_rollout.client import LLMServerClient
-from ostinato_rollout.config import AdmissionConfig, RoutingConfig, RoutingPolicy, SessionConfig
+from ostinato_rollout.config import AdmissionConfig, PoolConfig, RoutingConfig, RoutingPolicy, SessionConfig
 from ostinato_rollout.decision_log import DecisionLog, replay
 from ostinato_rollout.diagnostics import dump, dumps_on_signal, log_dump
 from ostinato_rollout.errors import (
@@ -27,11 +27,13 @@ from ostinato_rollout.pool import ServerPool
 from ostinato_rollout.replica_state import ReplicaState, Transition
 from ostinato_rollout.restarts import RestartPolicy
 from ostinato_rollout.routing import (
+    BalancedTokens,
     LeastInFlight,
     RandomReplica,
     ReplicaPolicy,
     RoundRobin,
     StickyLeastInFlight,
+    TokenPolicy,
     make_policy,
 )
 from ostinato_rollout.scheduler import RolloutScheduler
@@ -53,6 +55,7 @@ from ostinato_rollout.types import Reply, SessionBudget, SessionMetrics
 
 __all__ = [
     "AdmissionConfig",
+    "BalancedTokens",
     "BudgetExceededError",
     "ChatSession",
     "DecisionLog",
@@ -68,6 +71,7 @@ __all__ = [
     "Leftover",
     "NoReplicaError",
     "OnFailure",
+    "PoolConfig",
     "RandomReplica",
     "ReplicaError",
     "ReplicaPolicy",
@@ -89,11 +93,12 @@ __all__ = [
     "SessionMetrics",
     "SessionStateError",
     "StickyLeastInFlight",
-    "Transition",
     "StreamCounts",
     "StreamOptions",
     "StreamStalledError",
     "StreamState",
+    "TokenPolicy",
+    "Transition",
     "classify",
     "derive_seed",
     "dump",

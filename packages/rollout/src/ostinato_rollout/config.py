@@ -1,4 +1,4 @@
-"""The configuration nodes that this package reads: of a session, of the choice of replicas, and of admission."""
+"""The configuration nodes that this package reads: of a session, of the choice of replicas, of admission, and of the pool."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from ostinato_engines import PauseMode
+from ostinato_rollout.restarts import RestartPolicy
 from ostinato_tokenization import SanityCheckMode
 
 
@@ -34,6 +36,7 @@ class SessionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 class RoutingPolicy(StrEnum):
     """How the replica of a turn is chosen."""
 
+    BALANCED = "balanced"
     STICKY = "sticky"
     LEAST_IN_FLIGHT = "least_in_flight"
     RANDOM = "random"
@@ -43,9 +46,13 @@ class RoutingPolicy(StrEnum):
 class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`actor_rollout_ref.rollout.routing`: which replica serves a turn."""
 
-    policy: RoutingPolicy = RoutingPolicy.STICKY
-    """`sticky`: a conversation begins where least is under way and stays where its prefix is cached; `least_in_flight`,
-    `random` and `round_robin` choose anew for every turn."""
+    policy: RoutingPolicy = RoutingPolicy.BALANCED
+    """`balanced`: a conversation begins where conversations hold the fewest tokens and stays where its prefix is cached, unless
+    moving pays; `sticky`: the same by generations under way; `least_in_flight`, `random` and `round_robin` choose anew for
+    every turn."""
+    move_ratio: float | None = 0.5
+    """With `balanced`: a conversation moves when the others on its replica hold more tokens than those on the replica with the
+    fewest by this part, and by its own length, which it costs to compute it there; null: only when its replica is gone."""
     move_margin: int | None = 8
     """With `sticky`: a conversation moves when its replica has at least so many more generations under way than the
     replica with the least; null: only when its replica is gone."""
@@ -55,6 +62,7 @@ class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Choices that the log takes; later ones are made without being written."""
 
     def __post_init__(self) -> None:
+        _check_at_least(self, 0, "move_ratio")
         _check_at_least(self, 1, "move_margin", "max_logged_decisions")
 
 
@@ -63,7 +71,7 @@ class AdmissionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     One that is under way keeps its state in a replica's key-value memory, while its tools run as well. Where there are more
     than that memory holds, they push each other's state out, and every turn is computed from its beginning. So a new
-    conversation waits, in order of arrival, until a replica has room for the tokens that it is expected to reach.
+    conversation waits, in order of arrival, until a replica has room for it, and for part of what it is expected to add.
     """
 
     enable: bool = True
@@ -73,12 +81,39 @@ class AdmissionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_sessions: int | None = None
     """Conversations that one replica has under way at a time; null: what the engine says."""
     expected_tokens: int | None = None
-    """Tokens that a conversation is expected to reach, prompt included; null: its prompt and what the conversations that
-    have ended added to theirs, on average, or until one has ended, all that it may add."""
+    """Tokens that a conversation is expected to reach, prompt included; null: what conversations add is learned as they end,
+    beginning with half of what they may add."""
+    growth_share: float = 0.33
+    """Part of the tokens that a conversation is still expected to add for which room is kept. 1: room for all; less lets more
+    of them in, for when long ones are at their end others have ended. Conversations that are all equally long and begin
+    together need 1; where lengths are spread as chance spreads them, a third is enough."""
     timeout_s: float = 3600.0
     """Seconds that a conversation waits for its place before it fails."""
 
     def __post_init__(self) -> None:
         _check_at_least(self, 1, "kv_capacity_tokens", "max_sessions", "expected_tokens")
+        if not 0 <= self.growth_share <= 1:
+            raise ValueError(f"growth_share must be from 0 to 1, got {self.growth_share}; 1 keeps room for all")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {self.timeout_s}; give seconds")
+
+
+class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`actor_rollout_ref.rollout.pool`: the life of replicas."""
+
+    restarts: RestartPolicy = RestartPolicy()
+    """Restarts of replicas that were lost."""
+    health_interval_s: float | None = 10.0
+    """Seconds between two questions for a replica's health; one that has failed or does not answer is taken out. null: a loss is
+    found by the next turn only."""
+    no_replica_timeout_s: float = 600.0
+    """Seconds that turns wait while no replica is in service and one is being restarted; after that they fail."""
+    sync_pause: PauseMode = PauseMode.ABORT
+    """What becomes of generations that are under way when new weights come: `abort` ends them, and they go on from their last
+    token; `wait` lets them finish; `keep` freezes them in the engine."""
+
+    def __post_init__(self) -> None:
+        for name in ("health_interval_s", "no_replica_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be positive, got {value}; give seconds")

@@ -34,7 +34,7 @@ from ostinato_trainer.model_files import check_model_folder, load_tokenizer
 from ostinato_trainer.ppo_trainer import PPOTrainer, TrainerCallback, TrainerParts
 from ostinato_trainer.prompt_loader import PromptLoader
 from ostinato_trainer.rewards import RewardManager
-from ostinato_trainer.rollout_engine import build_server
+from ostinato_trainer.rollout_engine import build_pool
 from ostinato_trainer.row_names import check_row_names
 
 
@@ -72,8 +72,7 @@ async def _run(config: Config, callbacks: Sequence[TrainerCallback]) -> None:
     tokenizer = load_tokenizer(model)
     tools = make_tool_executor(config.actor_rollout_ref.rollout.multi_turn, tokenizer)
     rewards = RewardManager(config.reward, tokenizer)
-    server = build_server(config)
-    pool = ServerPool([server])
+    pool = build_pool(config)
     manager = build_manager(config, tokenizer, pool, tools, rewards)
     train_rows, val_rows = build_datasets(config, tokenizer, tools)
     for rows in (train_rows, val_rows):
@@ -95,7 +94,7 @@ async def _run(config: Config, callbacks: Sequence[TrainerCallback]) -> None:
         stack.push_async_callback(pool.shutdown)
         stack.push_async_callback(tools.close)
         await pool.start()
-        loggers.describe({"versions/trainer": installed_versions(), "versions/engine": server.versions})
+        loggers.describe({"versions/trainer": installed_versions(), "versions/engine": pool.servers[0].versions})
         parts = TrainerParts(
             loader=loader,
             val_rows=[] if val_rows is None else [val_rows[index] for index in range(len(val_rows))],

@@ -169,6 +169,7 @@ class PPOTrainer:
             options = AdvantageOptions(norm_by_std=algorithm.norm_adv_by_std_in_grpo)
             batch = with_advantages(batch, algorithm.adv_estimator, options)
         with clock("update_actor"):
+            await self.parts.pool.withdraw_weights()
             update_metrics = self._update(batch)
         with clock("update_weights"):
             await self._send_weights()
@@ -232,9 +233,13 @@ class PPOTrainer:
         return mini_batch.split_by_count(actor.ppo_micro_batch_size_per_gpu or mini_batch.num_sequences)
 
     async def _send_weights(self) -> None:
-        """Bring every engine replica to the trained weights; the version is the number of finished steps."""
+        """Bring every engine replica to the trained weights; the version is the number of finished steps.
+
+        A replica that is restarted before these weights change takes them then.
+        """
         manifest, open_stream = self.parts.backend.weights(version=self.step)
-        await self.parts.pool.update_weights(manifest, open_stream)
+        pause = self.config.actor_rollout_ref.rollout.pool.sync_pause
+        await self.parts.pool.update_weights(manifest, open_stream, pause=pause, replayable=True)
 
     def _report(self, metrics: Mapping[str, float]) -> None:
         record = {**metrics, "training/global_step": float(self.step)}

@@ -1,4 +1,4 @@
-"""From a configuration to the engine that samples: which class, with which settings, in which process.
+"""From a configuration to the engine that samples: which class, with which settings, in which process, and what if it dies.
 
 Invariant: what somebody has set reaches the engine, or is refused by its key; what nobody has set is the engine's own choice.
 """
@@ -6,6 +6,7 @@ Invariant: what somebody has set reaches the engine, or is refused by its key; w
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any, Final
@@ -14,9 +15,10 @@ from ostinato_engines import AsyncServerBase
 from ostinato_engines.device import pick_device
 from ostinato_engines.engine_process import EngineProcess
 from ostinato_engines.loading import construct_server, engine_class, load_server_class, names_not_taken
+from ostinato_rollout import ServerPool
 from ostinato_trainer.config import Config, RolloutConfig
 
-__all__ = ["ENGINE_LOG", "build_server", "engine_problems"]
+__all__ = ["ENGINE_LOG", "build_pool", "build_server", "engine_problems"]
 
 ENGINE_LOG: Final = "engine.log"
 """What an engine's process prints, in the run's folder."""
@@ -24,8 +26,34 @@ ENGINE_LOG: Final = "engine.log"
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
 
 
-def build_server(config: Config) -> AsyncServerBase:
+def build_pool(config: Config) -> ServerPool:
+    """The pool of the run's engine, not started; an engine that dies is made and started again.
+
+    Raises:
+        EngineError: As `build_server`.
+    """
+    pool, restarts = config.actor_rollout_ref.rollout.pool, itertools.count(1)
+
+    def make_server(_: int) -> AsyncServerBase:
+        # What the one before has printed may say why it died.
+        return build_server(config, log_name=f"engine.{next(restarts)}.log")
+
+    return ServerPool(
+        [build_server(config)],
+        make_server=make_server,
+        restarts=pool.restarts,
+        seed=config.rollout_seed,
+        health_interval_s=pool.health_interval_s,
+        no_replica_timeout_s=pool.no_replica_timeout_s,
+    )
+
+
+def build_server(config: Config, *, log_name: str = ENGINE_LOG) -> AsyncServerBase:
     """The engine, not started: one of ours by name or a third party's by class path, here or under `engine_python`.
+
+    Args:
+        config: The whole tree.
+        log_name: Where an engine in a process of its own prints, in the run's folder.
 
     Raises:
         EngineError: The class cannot be loaded, or does not take what is set.
@@ -53,7 +81,7 @@ def build_server(config: Config) -> AsyncServerBase:
         python=python,
         settings=settings,
         required=chosen,
-        log_path=Path(config.trainer.local_dir) / ENGINE_LOG,
+        log_path=Path(config.trainer.local_dir) / log_name,
     )
 
 

@@ -219,24 +219,31 @@ class EngineProcess(ForwardingServer):
         if self._status.closed:
             return
         self._status.closed = True
-        if self._reading is not None and not self._reading.done():
-            with suppress(EngineError, TimeoutError):
-                async with asyncio.timeout(_END_S):
-                    await self._call("shutdown", None, object)
-        await self._end_process()
-        self._remove_folder()
+        patience_s = _GIVE_UP_S
+        try:
+            if self._reading is not None and not self._reading.done():
+                with suppress(EngineError, TimeoutError):
+                    async with asyncio.timeout(_END_S):
+                        await self._call("shutdown", None, object)
+                    patience_s = _END_S
+        finally:
+            # A caller who goes, and a process that does not answer, leave nothing behind either.
+            await self._end_process(patience_s)
+            self._remove_folder()
 
-    async def _end_process(self) -> None:
-        """Closes the connection, on which the process ends by itself, or is ended."""
+    async def _end_process(self, patience_s: float = _GIVE_UP_S) -> None:
+        """Closes the connection, on which the process ends by itself, or is ended after a while."""
         if self._writer is not None:
             self._writer.close()
         process, self._process = self._process, None
         if process is not None:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), _END_S if self._status.loaded else _GIVE_UP_S)
-            # Its own children too, whatever has become of it: they are of its session and of no other.
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            try:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), patience_s)
+            finally:
+                # Its own children too, whatever has become of it: they are of its session and of no other.
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
         if self._reading is not None:
             await asyncio.wait([self._reading])
@@ -306,10 +313,11 @@ class EngineProcess(ForwardingServer):
             wire.write(self._writer, Call(number, method, raw))
             return wire.decode(await asyncio.shield(answer), kind)
         except asyncio.CancelledError:
-            # The engine forgets the request before its caller does: the same id can then be used again.
+            # The engine forgets the request before its caller does: the same id can then be used again. One that stands still
+            # keeps nobody.
             if self._writer is not None and not answer.done():
                 wire.write(self._writer, Cancel(number))
-                await asyncio.wait([answer])
+                await asyncio.wait([answer], timeout=_GIVE_UP_S)
             if answer.done() and not answer.cancelled():
                 answer.exception()
             raise
