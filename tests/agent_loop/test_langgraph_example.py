@@ -28,7 +28,13 @@ def config_path(tmp_path, monkeypatch):
 
 async def test_it_solves_checks_and_corrects(world, call, config_path):
     """A wrong answer is checked in a conversation of its own, corrected in the first one, and checked again: three segments."""
-    replies = [call(("counter", "{}")), "It is two.<|im_end|>", "No.<|im_end|>", "It is one.<|im_end|>", "Yes.<|im_end|>"]
+    replies = [
+        call(("counter", "{}")),
+        "It is two.<|im_end|>",
+        "No.<|im_end|>",
+        "It is one.<|im_end|>",
+        "Yes.<|im_end|>",
+    ]
     options = {"agent_loop_config_path": str(config_path)}
     trajectory = await world.run_one(replies, agent="solve_and_check", agent_options=options)
     assert trajectory.failure is None, trajectory.failure

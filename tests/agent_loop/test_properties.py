@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -97,6 +98,9 @@ def check(segment, returned, limits):
     assert isinstance(segment.stop_reason, TrajectoryEnd)
     roles = [message["role"] for message in segment.extra_fields["messages"]]
     assert roles.count("assistant") <= (limits["max_assistant_turns"] or 10**6)
+    num_answered = sum(one == "assistant" and other != "assistant" for one, other in pairwise(roles))
+    assert num_answered <= (limits["max_user_turns"] or 10**6)
+    assert segment.num_turns == 1 + roles.count("assistant") + num_answered
     assert segment.num_turns <= len(roles)
 
 

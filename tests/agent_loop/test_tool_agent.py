@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ostinato_agent_loop import RewardResult, TrajectoryEnd
-from ostinato_engines import PolicySpan, StopReason, TokenOutput
+from ostinato_engines import PolicySpan, SamplingParams, StopReason, TokenOutput
 from ostinato_rollout import FailureKind
 from ostinato_tokenization import ContinuousTokens
 
@@ -429,3 +429,62 @@ async def test_control_strings_in_a_tools_answer_stay_text(world, call):
     counts = [segment.response_ids.count(end) for segment in (plain, forged, hostile)]
     assert counts[0] == counts[1] == counts[2]
     assert "<|im_start|>system" in hostile.extra_fields["messages"][2]["content"]
+
+
+@pytest.mark.parametrize(("response", "end"), [(400, TrajectoryEnd.TURN_LENGTH), (1, TrajectoryEnd.RESPONSE_LENGTH)])
+async def test_a_turn_that_may_hold_nothing_names_its_limit(world, response, end):
+    """A turn of at most no token is cut at its own limit, not at the response's; with room for one it is the response's."""
+    manager = world.build([DONE], response=response)
+    rows = [{"raw_prompt": [{"role": "user", "content": "Please."}]}]
+    params = SamplingParams(max_tokens=0 if response > 1 else None)
+    batch = await manager.generate_sequences(rows, n=1, step=0, sampling_params=params)
+    (segment,) = batch.trajectories[0].segments
+    assert segment.stop_reason is end
+    assert len(segment.response_ids) == (0 if response > 1 else 1)
+    assert segment.num_turns == (1 if response > 1 else 2)
+
+
+async def test_a_row_that_selects_no_tool_has_none(world, call):
+    """An empty tool_selection is a choice: the prompt shows no tool, and what looks like a call is the answer."""
+    said = call(("echo", '{"text": "a"}'))
+    segment = await world.run_ok([said], {"extra_info": {"tool_selection": []}})
+    assert segment.prompt_ids == world.tokenizer.encode_chat([{"role": "user", "content": "Please."}])
+    assert segment.stop_reason is TrajectoryEnd.NO_TOOL_CALL
+    assert segment.metrics.num_tool_calls == 0
+    assert segment.extra_fields["messages"][-1]["content"] == said.removesuffix("<|im_end|>")
+
+
+@pytest.mark.parametrize("method", ["create", "execute", "calc_reward"])
+async def test_a_trajectory_that_runs_out_of_time_in_a_tool_releases_it(world, call, method):
+    """Wherever a tool hangs when the trajectory's deadline passes: a recorded timeout, and every instance is released once."""
+    trajectory = await world.run_one(
+        [call(("counter", "{}"), ("mischief", "{}")), DONE],
+        mischief={method: "hang"},
+        agent_options={"trajectory_timeout_s": 0.3},
+        timeout_s=60.0,
+        max_parallel_calls=2,
+    )
+    assert trajectory.failure.kind is FailureKind.TIMEOUT
+    assert trajectory.reward is None
+    released = sorted(instance for event, instance in world.journal if event == "release")
+    assert released == ["train-0-0/0/counter", "train-0-0/0/mischief"]
+
+
+@pytest.mark.parametrize("name", ["sampling_params", "self", 7])
+async def test_a_row_whose_fields_cannot_be_arguments_fails_alone(world, name):
+    """A field that no agent can take by its name is that trajectory's recorded failure."""
+    trajectory = await world.run_one([DONE], {name: "x"})
+    assert trajectory.failure.kind is FailureKind.AGENT
+    assert trajectory.segments == []
+
+
+async def test_refusals_stand_in_the_order_of_the_calls(world, call):
+    """Of calls that run, are malformed, or are beyond the limit, in any order, each has its answer in its place."""
+    good, bad = ("echo", '{"text": "a"}'), ("echo", '{"text": ')
+    segment = await world.run_ok([call(bad, good, good, bad, good), DONE], max_parallel_calls=1, response=4000)
+    messages = segment.extra_fields["messages"]
+    answers = [message for message in messages if message["role"] == "tool"]
+    assert [answer["tool_call_id"] for answer in answers] == [made["id"] for made in messages[1]["tool_calls"]]
+    kinds = ["refused" if "Not run" in answer["content"] else answer["content"][:5] for answer in answers]
+    assert kinds == ["Error", "a", "refused", "Error", "refused"]
+    assert segment.metrics.tool_outcomes == {"bad_arguments": 2, "ok": 1, "not_run": 2}

@@ -100,11 +100,10 @@ class ToolAgentLoop(AgentLoopBase):
     async def _generating(self, episode: Episode) -> AgentState:
         """Sample a turn; limits were checked before."""
         reply = episode.reply = await episode.session.generate(episode.sampling_params)
-        if not reply.num_tokens:
-            full = reply.stop_reason is StopReason.LENGTH
-            return _ended(episode, TrajectoryEnd.RESPONSE_LENGTH if full else TrajectoryEnd.NOTHING_GENERATED)
-        episode.assistant_turns += 1
         cut = reply.stop_reason is StopReason.LENGTH
+        if not reply.num_tokens and not cut:
+            return _ended(episode, TrajectoryEnd.NOTHING_GENERATED)
+        episode.assistant_turns += reply.num_tokens > 0
         if cut and episode.session.room == 0:
             episode.metrics.count_calls([NOT_RUN] * len(reply.tool_calls))
             return _ended(episode, TrajectoryEnd.RESPONSE_LENGTH)
