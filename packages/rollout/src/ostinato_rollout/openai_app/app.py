@@ -290,6 +290,7 @@ class OpenAIApp:
             parser=self._parser,
             tools=tools,
             group=session,
+            call_id_prefix=f"call_{self.sessions.num_begun}_",  # a history may hold calls of another conversation
         )
 
     async def _end_session(self, request: Request) -> Response:
