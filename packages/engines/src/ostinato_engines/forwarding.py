@@ -6,6 +6,7 @@ travels, and how `generate` does, is not known here.
 """
 
 import asyncio
+import importlib
 import socket
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -109,10 +110,10 @@ def answers_of(server: AsyncServerBase) -> dict[str, AnswerCall]:
     """
 
     async def receive_weights(raw: msgspec.Raw) -> None:
-        from ostinato_engines.weight_transfer import WeightReceiver, connect, serve_weight_updates
-
-        connection = await asyncio.to_thread(connect, _decoded(raw, str))
-        await serve_weight_updates(server, WeightReceiver(connection))
+        # It imports torch, which takes seconds where nobody has yet: too long for a loop that gives signs of life.
+        transfer = await asyncio.to_thread(importlib.import_module, "ostinato_engines.weight_transfer")
+        connection = await asyncio.to_thread(transfer.connect, _decoded(raw, str))
+        await transfer.serve_weight_updates(server, transfer.WeightReceiver(connection))
 
     return {
         "chat_completion": lambda raw: server.chat_completion(_decoded(raw, object)),
