@@ -13,6 +13,7 @@ from ostinato_agent_loop import (
     AgentConfigError,
     AgentLoopBase,
     AgentLoopContext,
+    AgentLoopManager,
     AgentLoopWorker,
     MultiTurnConfig,
     RewardResult,
@@ -177,6 +178,30 @@ async def test_workers_in_actors_give_what_one_in_the_process_gives(pool_of):
     assert "are shut down" in late.failure.message
 
 
+@pytest.mark.slow
+async def test_a_manager_runs_batches_on_workers_in_actors(pool_of):
+    """Groups, order, rewards and metrics are those of workers in this process."""
+    rows = [dict(task_of(index).row) for index in range(4)]
+    pool = await pool_of(2)
+    config = config_of()
+    options = {"tokens": ContinuousTokens(tiny_chat_tokenizer()), "budget": SessionBudget(600, 400)}
+    async with RayWorkers(spec_of(), pool, placements=[SMALL] * 2) as workers:
+        with pytest.raises(ClusterError, match="started once"):
+            await workers.start()
+        manager = AgentLoopManager(config, workers=workers.workers, **options)
+        batch = await manager.generate_sequences(rows, n=2, step=3)
+    here = AgentLoopManager(
+        config,
+        client=LLMServerClient([CallingServer("model")]),
+        tools=spec_of().make_tools(),
+        reward_fn=spec_of().make_reward_fn(),
+        **options,
+    )
+    expected = await here.generate_sequences(rows, n=2, step=3)
+    assert [what_counts(one) for one in batch.trajectories] == [what_counts(one) for one in expected.trajectories]
+    assert batch.metrics.keys() == expected.metrics.keys()
+
+
 async def test_a_killed_worker_is_replaced_and_its_trajectories_begin_anew(pool_of):
     """Nothing of the first run is in what the second one gives, and everybody else goes on."""
     tasks = [task_of(index) for index in range(6)]
@@ -302,6 +327,8 @@ async def test_replicas_come_and_go_under_the_workers(pool_of):
         assert what_counts(await running) == what_counts(expected[1])
         await pool.replace(0)
         await idle(workers, 2, 2)
+        view = workers._follower.view
+        assert (len(view.endpoints), view.draining, view.held) == (2, (), "")
 
 
 @pytest.mark.slow

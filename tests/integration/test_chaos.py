@@ -45,7 +45,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SMALL = ActorPlacement(num_cpus=0.1)
 PARAMS = SamplingParams()
-SILENCE_S = 2.0
+SILENCE_S = 5.0
+"""Long enough for a process that shares two cores with many others."""
 DELAY_S = 0.15
 CONFIG = RolloutConfig(
     multi_turn=MultiTurnConfig(enable=True), agent=AgentConfig(num_workers=2, default_agent_loop="tool_agent")
@@ -133,7 +134,7 @@ class World:
             make_tools=tools,
         )
         placements = [SMALL] * num_workers
-        self.workers = RayWorkers(spec, self.pool, placements=placements, silence_s=4.0, restarts=ALWAYS)
+        self.workers = RayWorkers(spec, self.pool, placements=placements, silence_s=2 * SILENCE_S, restarts=ALWAYS)
 
     def make_replica(self, number):
         """A replica that is not started."""

@@ -6,6 +6,7 @@ Invariant: a view is the whole truth, so that whoever has the last one has misse
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol, runtime_checkable
 
@@ -14,6 +15,8 @@ import msgspec
 from ostinato_agent_loop.errors import AgentConfigError
 from ostinato_engines import AsyncServerBase
 from ostinato_rollout.ray_cluster import ReplicaEndpoint
+
+logger = logging.getLogger(__name__)
 
 
 class ReplicaView(msgspec.Struct, frozen=True):
@@ -36,6 +39,13 @@ class Reachable(Protocol):
     endpoint: ReplicaEndpoint | None
 
 
+def unreachable(server: AsyncServerBase) -> AgentConfigError:
+    """The error for a server that only this process reaches."""
+    return AgentConfigError(
+        f"replicas must be reachable from workers in other processes, got {type(server).__name__}; use RayReplica"
+    )
+
+
 class ReplicaFollower:
     """Follows a pool, and keeps the view of it.
 
@@ -48,7 +58,7 @@ class ReplicaFollower:
         self, on_change: Callable[[], None], tell_all: Callable[[str, ReplicaEndpoint], Awaitable[None]]
     ) -> None:
         self._on_change, self._tell_all = on_change, tell_all
-        self._known: dict[int, ReplicaEndpoint] = {}
+        self._known: dict[AsyncServerBase, ReplicaEndpoint] = {}
         self._telling: set[asyncio.Future[None]] = set()
         self.view = ReplicaView()
         """The last one."""
@@ -60,31 +70,30 @@ class ReplicaFollower:
     def add_server(self, server: AsyncServerBase) -> int:
         """A replica is in service."""
         if not isinstance(server, Reachable):
-            raise AgentConfigError(
-                f"replicas must be reachable from workers in other processes, got {type(server).__name__}; use RayReplica"
-            )
+            logger.error("%s", unreachable(server))
+            return len(self._known)
         endpoint = server.endpoint
         if endpoint is not None:  # else it has just been lost, which the pool tells next
-            self._known[id(server)] = endpoint
+            self._known[server] = endpoint
             draining = tuple(one for one in self.view.draining if one != endpoint)
             self._see(endpoints=(*self.view.endpoints, endpoint), draining=draining)
         return len(self._known)
 
     def remove_server(self, server: AsyncServerBase, *, reason: str = "was removed", take_back: bool = False) -> None:
         """A replica is out of service; with `take_back`, what is inside of it begins again elsewhere."""
-        endpoint = self._known.get(id(server))
+        endpoint = self._known.get(server)
         if endpoint is None:
             return
         draining = tuple(one for one in self.view.draining if one != endpoint)
         if take_back:
-            del self._known[id(server)]
+            del self._known[server]
         else:
             draining = (*draining, endpoint)
         self._see(endpoints=tuple(one for one in self.view.endpoints if one != endpoint), draining=draining)
 
     def take_back(self, server: AsyncServerBase) -> int:
         """What is inside of a replica begins again; how much that is, the workers know."""
-        endpoint = self._known.get(id(server))
+        endpoint = self._known.get(server)
         if endpoint is not None:
             if endpoint in self.view.draining:
                 self.remove_server(server, take_back=True)
@@ -96,7 +105,7 @@ class ReplicaFollower:
 
     async def left(self, server: AsyncServerBase) -> None:
         """Waits until no worker has a generation inside of a replica; the deadline is the caller's."""
-        endpoint = self._known.get(id(server))
+        endpoint = self._known.get(server)
         if self._telling:
             await asyncio.wait(self._telling)
         if endpoint is not None:

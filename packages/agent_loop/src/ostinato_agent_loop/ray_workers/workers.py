@@ -17,7 +17,7 @@ from typing import Any, Self
 import msgspec
 
 from ostinato_agent_loop.errors import AgentConfigError
-from ostinato_agent_loop.ray_workers.following import ReplicaFollower
+from ostinato_agent_loop.ray_workers.following import Reachable, ReplicaFollower, unreachable
 from ostinato_agent_loop.ray_workers.process import WorkerBody, WorkerReport, WorkerShare, WorkerSpec
 from ostinato_agent_loop.trajectory import Trajectory
 from ostinato_agent_loop.worker import TrajectoryTask
@@ -101,6 +101,11 @@ class RayWorkers:
             AgentConfigError: The pool's replicas cannot be reached from other processes.
             Exception: As a worker's tools, agents or reward could not be made.
         """
+        if self._closed or any(worker.keeping is not None for worker in self.workers):
+            raise ClusterError("workers must be started once, got a second start; create new ones")
+        for server in self._pool.servers:
+            if not isinstance(server, Reachable):
+                raise unreachable(server)
         self._pool.follow(self._follower)
         try:
             async with asyncio.TaskGroup() as group:

@@ -47,6 +47,9 @@ class ReplicaEndpoint(msgspec.Struct, frozen=True):
     silence_s: float = SILENCE_S
     """After how much silence it counts as lost."""
 
+    def __repr__(self) -> str:
+        return f"ReplicaEndpoint({self.address!r})"  # logs keep no key
+
     def connect(self) -> RemoteServer:
         """A server of the contract, not started, that is this replica."""
         return RemoteServer(self.address, key=self.key, silence_s=self.silence_s, start_timeout_s=self.silence_s)
