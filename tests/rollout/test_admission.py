@@ -19,7 +19,6 @@ from ostinato_rollout import (
     SessionInputError,
     SessionStateError,
 )
-from ostinato_rollout.admission import ExpectedLength
 
 PARAMS = SamplingParams(max_tokens=10)
 
@@ -36,8 +35,9 @@ def sized(stub_server):
     return make
 
 
-def begin(client, *request_ids, prompt=10):
-    return [asyncio.create_task(client.generate(name, [1] * prompt, PARAMS)) for name in request_ids]
+def begin(client, *request_ids, prompt=10, max_tokens=10):
+    params = SamplingParams(max_tokens=max_tokens)
+    return [asyncio.create_task(client.generate(name, [1] * prompt, params)) for name in request_ids]
 
 
 async def settle():
@@ -53,7 +53,7 @@ async def test_no_more_conversations_than_the_memory_holds_in_order_of_arrival(s
     """Of six conversations of 20 tokens, a memory of 50 has two under way; the others come in as places get free, in order,
     and a place is kept between turns until its conversation is released."""
     server = sized(tokens=50)
-    client = LLMServerClient([server], admission=AdmissionConfig())
+    client = LLMServerClient([server], admission=AdmissionConfig(expected_tokens=20, growth_share=1))
     tasks = begin(client, *"abcdef")
     await settle()
     assert running(server) == ["a", "b"]
@@ -86,7 +86,8 @@ async def test_conversations_are_counted_where_only_they_count(sized):
 async def test_settings_come_before_what_engines_say(sized):
     """A capacity in the settings is used instead of the engine's; without admission nobody waits."""
     for admission, expected in (
-        (AdmissionConfig(kv_capacity_tokens=60), 3),
+        (AdmissionConfig(kv_capacity_tokens=64, expected_tokens=20, growth_share=1), 3),
+        (AdmissionConfig(kv_capacity_tokens=64, expected_tokens=20, growth_share=0.5), 4),
         (AdmissionConfig(max_sessions=1), 1),
         (AdmissionConfig(expected_tokens=10), 2),
         (AdmissionConfig(enable=False), 5),
@@ -103,8 +104,9 @@ async def test_settings_come_before_what_engines_say(sized):
 
 async def test_clients_of_the_same_replicas_share_what_they_hold(sized):
     """Two clients that are told so admit half each, of tokens and of sessions, and at least one conversation."""
+    admission = AdmissionConfig(expected_tokens=20, growth_share=1)
     for server, share in ((sized(tokens=100), 2), (sized(sessions=5), 2), (sized(sessions=1), 1)):
-        clients = [LLMServerClient([server], admission=AdmissionConfig(), num_clients=2) for _ in range(2)]
+        clients = [LLMServerClient([server], admission=admission, num_clients=2) for _ in range(2)]
         tasks = [task for client in clients for task in begin(client, *"abcd")]
         await settle()
         assert len(server.requests) == 2 * share
@@ -220,12 +222,12 @@ async def test_a_place_that_a_move_leaves_goes_to_the_next(sized):
 
 async def test_a_wait_past_its_deadline_says_who_holds_what(sized, caplog):
     """The error names the request, how long it waited, the last progress and what replicas hold; the log has a dump."""
-    client = LLMServerClient([sized(tokens=30)], admission=AdmissionConfig(timeout_s=0.05))
+    client = LLMServerClient([sized(tokens=30)], admission=AdmissionConfig(expected_tokens=30, timeout_s=0.05))
     await client.generate("holder", [1] * 20, PARAMS)
     with caplog.at_level(logging.ERROR), pytest.raises(RequestTimeoutError) as caught:
         await client.generate("late", [1] * 20, PARAMS)
     assert "'late' must get a place within 0.05 s" in str(caught.value)
-    assert "replica 0: 0 in flight, 1 conversations with 30 of 30 tokens" in str(caught.value)
+    assert "replica 0: 0 in flight, 1 conversations with 24 of 30 tokens" in str(caught.value)
     assert (client.num_waiting, client.num_sticky) == (0, 1)
     await client.release("holder")
     assert (await client.generate("late", [1] * 20, PARAMS)).token_ids == [99]
@@ -279,30 +281,62 @@ async def test_capacities_are_asked_for_again_when_the_pool_has_started(stub_ser
     await asyncio.gather(*tasks)
 
 
-def test_what_conversations_reach_is_learned():
-    """Before one has ended, all that it may add is expected; then what the others added on average, and not more."""
-    expected = ExpectedLength()
-    assert expected.of(100, 4000) == 4100
-    assert expected.of(100, None) == 100
-    for growth in (200, 400):
-        expected.learn(growth)
-    assert expected.of(100, 4000) == 400
-    assert expected.of(100, 50) == 150
-    for _ in range(3000):
-        expected.learn(1000)
-    assert expected.of(100, None) == pytest.approx(1100, abs=5)
+async def test_conversations_count_for_their_length_and_part_of_what_is_expected(sized, output):
+    """A conversation counts for its length and its share of what it is still expected to add, never for more than it may
+    add, and what is expected is brought up to date with every turn."""
+    server = sized(tokens=1000)
+    server.answers = [output(range(30)), output(range(40))]
+    client = LLMServerClient([server], admission=AdmissionConfig(growth_share=0.5))
+
+    def held():
+        return client.activity().replicas[0].held_tokens
+
+    await client.admit("a", num_prompt_tokens=100, max_growth=80)
+    assert held() == 100 + 20  # half of the 40 that are expected at first
+    await client.generate("a", [1] * 100, SamplingParams(max_tokens=80))
+    assert held() == 130 + 21  # 41, for it has added 30 and did not end
+    await client.generate("a", [1] * 130, SamplingParams(max_tokens=50))
+    assert held() == 170 + 5  # no more than the 10 that it may add
+    await client.release("a")
+    assert held() == 0
+
+
+async def test_what_is_expected_of_one_that_waits_is_brought_up_to_date(sized):
+    """One that waited because much was expected comes in as soon as little is, though it came when that was not known."""
+    server = sized(tokens=400)
+    client = LLMServerClient([server], admission=AdmissionConfig(growth_share=1))
+    holders = [f"h{number}" for number in range(3)]
+    for name in holders:
+        await client.admit(name, num_prompt_tokens=10, max_growth=200)
+    waiting = asyncio.create_task(client.admit("late", num_prompt_tokens=80, max_growth=200))
+    await settle()
+    assert (client.num_waiting, client.activity().replicas[0].held_tokens) == (1, 330)
+    for name in holders:  # each turn adds one token, and the first two conversations end
+        await client.generate(name, [1] * 10, PARAMS)
+    for name in holders[:2]:
+        await client.release(name)
+    await asyncio.wait_for(waiting, 5)
+    assert client.num_sticky == 2
 
 
 async def test_short_conversations_let_more_of_them_in(sized):
-    """Conversations that may add 90 tokens and add one each run side by side once that is known."""
-    server = sized(tokens=300)
-    client = LLMServerClient([server], admission=AdmissionConfig())
-    params = SamplingParams(max_tokens=90)
-    for name in "xyz":
-        await client.generate(name, [1] * 10, params)
-        await client.release(name)
-    await asyncio.gather(*(client.generate(str(number), [1] * 10, params) for number in range(27)))
-    assert client.num_sticky == 27
+    """Conversations that may add 900 tokens and add one each run side by side once that is known."""
+    admission = AdmissionConfig(growth_share=1)
+    for num_seen, num_at_once in ((0, 6), (2000, 100)):
+        server = sized(tokens=3000)
+        client = LLMServerClient([server], admission=admission)
+        for number in range(num_seen):
+            name = f"seen {number}"
+            await client.admit(name, num_prompt_tokens=10, max_growth=900)
+            await client.generate(name, [1] * 10, PARAMS)
+            await client.release(name)
+        asked = len(server.requests)
+        server.gate = asyncio.Event()
+        tasks = begin(client, *(str(number) for number in range(200)), max_tokens=900)
+        await settle()
+        assert len(server.requests) - asked == pytest.approx(num_at_once, rel=0.2)
+        for task in tasks:
+            task.cancel()
 
 
 @pytest.mark.parametrize("value", [0, -1])
@@ -311,6 +345,13 @@ def test_limits_that_allow_nothing_are_refused(name, value):
     """A capacity, an expectation or a deadline of nothing is an error that names it."""
     with pytest.raises(ValueError, match=f"{name} must be"):
         AdmissionConfig(**{name: value})
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, float("nan")])
+def test_a_share_is_a_share(value):
+    """Room for less than nothing or for more than all is an error."""
+    with pytest.raises(ValueError, match=f"growth_share must be from 0 to 1, got {value}"):
+        AdmissionConfig(growth_share=value)
 
 
 @settings(max_examples=60, deadline=None)
@@ -342,7 +383,8 @@ def test_nobody_starves_and_no_memory_is_overbooked(lengths, capacities, turns):
             raise NotImplementedError
 
     arrivals: list[str] = []
-    client = LLMServerClient([Server(capacity) for capacity in capacities], admission=AdmissionConfig(timeout_s=30))
+    admission = AdmissionConfig(timeout_s=30, growth_share=1)
+    client = LLMServerClient([Server(capacity) for capacity in capacities], admission=admission)
 
     async def one(number, length):
         for _ in range(turns):

@@ -22,6 +22,7 @@ from ostinato_engines import (
 )
 from ostinato_rollout import (
     AdmissionConfig,
+    BalancedTokens,
     LLMServerClient,
     NoReplicaError,
     ReplicaError,
@@ -55,6 +56,57 @@ async def test_a_conversation_stays_and_new_ones_go_where_least_is_under_way(stu
     for index, server in enumerate(servers):
         assert {request_id for _, _, request_id in server.requests} == {r for r, home in homes.items() if home == index}
     assert set(client.num_in_flight.values()) == {0}
+
+
+async def test_a_replica_that_a_conversation_leaves_frees_it_before_the_turn_elsewhere(stub_server):
+    """With a policy whose conversations stay, one that moves is released at once where it was, and only there; with one that
+    goes round, each replica keeps it until the end."""
+    for policy, expected in ((BalancedTokens(move_ratio=0), ["a"]), (RoundRobin(), [])):
+        first, second = stub_server(), stub_server()
+        client = LLMServerClient([first, second], policy=policy)
+        await client.generate("a", [1] * 10, PARAMS)
+        left, other = (first, second) if first.requests else (second, first)
+        if policy != RoundRobin():
+            await client.generate("b", [1] * 5, PARAMS)
+            await client.generate("c", [1] * 50, PARAMS)  # beside b, so that a is alone
+            await client.release("b")
+            await client.admit("d", num_prompt_tokens=30)
+            await client.generate("d", [1] * 30, PARAMS)
+            await client.release("c")
+            other.released.clear()
+        await client.generate("a", [1] * 12, PARAMS)
+        assert other.requests[-1][2] == "a"
+        assert (left.released, other.released) == (expected, [])
+        await client.release("a")
+        assert sorted([*left.released, *other.released]) == ["a", "a"]
+
+
+async def test_a_replica_that_does_not_answer_keeps_no_conversation_from_moving_on(stub_server, monkeypatch, caplog):
+    """The turn goes on elsewhere after a moment, the log says who did not answer, and the end tells that one again."""
+    monkeypatch.setattr("ostinato_rollout.replica_calls._LEAVING_TIMEOUT_S", 0.02)
+
+    class Deaf(stub_server):
+        answers_release = asyncio.Event()
+
+        async def release(self, request_id):
+            await self.answers_release.wait()
+            await super().release(request_id)
+
+    class Told:
+        stays = True
+
+        def choose(self, request_id, in_flight, previous):
+            return 0 if previous is None else 1
+
+    deaf, other = Deaf(), stub_server()
+    client = LLMServerClient([deaf, other], policy=Told())
+    await client.generate("a", [1], PARAMS)
+    await client.generate("a", [1, 2], PARAMS)
+    assert [len(server.requests) for server in (deaf, other)] == [1, 1]
+    assert "replica 0 must release request a within 0.02 s, got no answer" in caplog.text
+    deaf.answers_release.set()
+    await client.release("a")
+    assert (deaf.released, other.released, client.num_in_flight) == (["a"], ["a"], {0: 0, 1: 0})
 
 
 async def test_ties_are_drawn_from_the_seed(stub_server):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from ostinato_engines import SamplingParams
 from ostinato_rollout import (
     AdmissionConfig,
+    BalancedTokens,
     DecisionLog,
     LeastInFlight,
     LLMServerClient,
@@ -51,7 +53,7 @@ async def converse(stub_server, path, policy, *, seed=0, admission=None, **optio
 
 @pytest.mark.parametrize(
     "policy",
-    [StickyLeastInFlight(3, 2), LeastInFlight(3), RandomReplica(3), RoundRobin()],
+    [BalancedTokens(3, 0), StickyLeastInFlight(3, 2), LeastInFlight(3), RandomReplica(3), RoundRobin()],
     ids=lambda p: type(p).__name__,
 )
 async def test_a_replay_makes_the_same_choices(stub_server, tmp_path, policy):
@@ -63,7 +65,7 @@ async def test_a_replay_makes_the_same_choices(stub_server, tmp_path, policy):
     decisions = list(decisions)
     assert header.policy == repr(policy)
     assert len(decisions) >= 30
-    result = replay(path, type(policy)(**{name: getattr(policy, name) for name in policy.__dataclass_fields__}))
+    result = replay(path, dataclasses.replace(policy))
     assert result.difference is None
     assert result.choices == [decision.chosen for decision in decisions]
     assert {1, 4} <= {replica for decision in decisions for replica in decision.in_flight}
@@ -96,6 +98,20 @@ async def test_the_log_holds_what_the_policy_saw(stub_server, tmp_path):
     await client.generate("a", [1, 2], PARAMS)
     seen = [(one.request_id, one.in_flight, one.previous, one.chosen) for one in read_decisions(path)[1]]
     assert seen == [("a", {0: 0, 1: 0}, None, 0), ("b", {1: 0}, None, 1), ("a", {0: 0}, 0, 0)]
+
+
+async def test_any_policy_can_be_asked_any_log(stub_server, tmp_path):
+    """The log holds counts and tokens, whatever its policy saw; one from before tokens were written asks by counts."""
+    path = tmp_path / "decisions.jsonl"
+    client = LLMServerClient([stub_server(), stub_server()], policy=RoundRobin(), decision_log=DecisionLog(path))
+    for request_id, length in (("a", 30), ("b", 9), ("c", 9), ("b", 10)):
+        await client.generate(request_id, [1] * length, PARAMS)
+    seen = [(one.held_tokens, one.num_tokens) for one in read_decisions(path)[1]]
+    assert seen == [({0: 0, 1: 0}, 30), ({0: 31, 1: 0}, 9), ({0: 31, 1: 10}, 9), ({0: 41, 1: 0}, 10)]
+    assert replay(path, BalancedTokens(2)).choices == [0, 1, 1]
+    lines = [line.replace(b"held_tokens", b"unknown") for line in path.read_bytes().splitlines()]
+    path.write_bytes(b"\n".join(lines))
+    assert replay(path, BalancedTokens(2)).choices[:2] == [0, 0]
 
 
 async def test_a_full_log_keeps_the_first_choices_and_says_so(stub_server, tmp_path, caplog):

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato_rollout import (
+    BalancedTokens,
     LeastInFlight,
     RandomReplica,
     RoundRobin,
@@ -32,6 +33,41 @@ def test_without_a_margin_a_conversation_never_moves():
     """None keeps a conversation on a replica that is in service, however busy."""
     assert StickyLeastInFlight(move_margin=None).choose("a", {0: 500, 1: 0}, 0) == 0
     assert StickyLeastInFlight(move_margin=None).choose("a", {0: 500, 1: 0}, None) == 1
+
+
+def test_a_conversation_begins_where_others_hold_the_least():
+    """By tokens, not by how many conversations there are."""
+    assert BalancedTokens().choose_by_tokens("a", 10, {0: 500, 1: 90, 2: 200}, None) == 1
+
+
+def test_a_conversation_moves_when_that_pays():
+    """With a ratio of 0.5 and 100 tokens of its own, it leaves others with more than 1.5 times the least and 100 more."""
+    policy = BalancedTokens(move_ratio=0.5)
+    assert policy.choose_by_tokens("a", 100, {0: 1600, 1: 1000}, 0) == 0
+    assert policy.choose_by_tokens("a", 100, {0: 1601, 1: 1000}, 0) == 1
+    assert policy.choose_by_tokens("a", 700, {0: 700, 1: 0}, 0) == 0
+    assert policy.choose_by_tokens("a", 700, {0: 701, 1: 0}, 0) == 1
+    assert BalancedTokens(move_ratio=None).choose_by_tokens("a", 1, {0: 10**6, 1: 0}, 0) == 0
+
+
+@given(
+    lengths=st.lists(st.integers(1, 1000), min_size=1, max_size=12),
+    num_replicas=st.integers(1, 4),
+    seed=st.integers(0, 3),
+)
+def test_conversations_that_grow_no_more_come_to_rest(lengths, num_replicas, seed):
+    """Asked again and again, conversations move a few times and then stay: nobody goes to and fro."""
+    policy, place = BalancedTokens(seed, 0), dict.fromkeys(range(len(lengths)), 0)
+    for _ in range(len(lengths) + 2):
+        num_moves = 0
+        for name, length in enumerate(lengths):
+            held = dict.fromkeys(range(num_replicas), 0)
+            for other, replica in place.items():
+                held[replica] += lengths[other] if other != name else 0
+            chosen = policy.choose_by_tokens(str(name), length, held, place[name])
+            num_moves += chosen != place[name]
+            place[name] = chosen
+    assert num_moves == 0
 
 
 def test_least_in_flight_stays_where_that_costs_nothing():
@@ -84,7 +120,8 @@ def test_every_policy_chooses_one_of_what_it_is_shown(name, in_flight, data):
 
 def test_settings_reach_the_policy():
     """The margin and the seed of a configuration are those of the policy, and each name makes its own."""
-    assert make_policy(RoutingConfig(move_margin=7), seed=5) == StickyLeastInFlight(5, 7)
+    assert make_policy(RoutingConfig(move_ratio=2), seed=5) == BalancedTokens(5, 2)
+    assert make_policy(RoutingConfig(policy=RoutingPolicy.STICKY, move_margin=7), seed=5) == StickyLeastInFlight(5, 7)
     assert make_policy(RoutingConfig(policy=RoutingPolicy.LEAST_IN_FLIGHT), seed=5) == LeastInFlight(5)
     assert make_policy(RoutingConfig(policy=RoutingPolicy.RANDOM), seed=5) == RandomReplica(5)
     assert make_policy(RoutingConfig(policy=RoutingPolicy.ROUND_ROBIN), seed=5) == RoundRobin()
@@ -95,4 +132,18 @@ def test_a_margin_of_nothing_is_refused():
     with pytest.raises(SessionInputError, match="move_margin must be at least 1, got 0; None never moves"):
         StickyLeastInFlight(move_margin=0)
     with pytest.raises(ValueError, match="move_margin must be at least 1, got 0"):
-        RoutingConfig(move_margin=0)
+        RoutingConfig(policy=RoutingPolicy.STICKY, move_margin=0)
+    with pytest.raises(SessionInputError, match="move_ratio must be at least 0, got -1; None never moves"):
+        BalancedTokens(move_ratio=-1)
+    with pytest.raises(ValueError, match="move_ratio must be at least 0, got -0.5"):
+        RoutingConfig(move_ratio=-0.5)
+
+
+def test_a_setting_of_another_policy_is_refused():
+    """What would be ignored is an error that says for which policy it is."""
+    with pytest.raises(ValueError, match="move_margin must be left out with policy balanced, got 4; it is for sticky"):
+        RoutingConfig(move_margin=4)
+    with pytest.raises(
+        ValueError, match="move_ratio must be left out with policy round_robin, got None; it is for bal"
+    ):
+        RoutingConfig(policy=RoutingPolicy.ROUND_ROBIN, move_ratio=None)

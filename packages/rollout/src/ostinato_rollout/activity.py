@@ -36,7 +36,7 @@ class ReplicaActivity(msgspec.Struct, frozen=True, kw_only=True):
     num_sessions: int
     """Conversations that have their place there."""
     held_tokens: int
-    """Tokens that those are expected to reach."""
+    """Tokens that those count for: their length, and room to grow."""
     capacity_tokens: int | None
     """Tokens that its memory holds, where that is known."""
     max_sessions: int | None

@@ -7,27 +7,30 @@ wait for each other; what a conversation takes is given back when it leaves. Kno
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ostinato_engines import Capabilities
 from ostinato_rollout.config import AdmissionConfig
 from ostinato_rollout.conversation import Conversation
-
-_MEMORY = 256
+from ostinato_rollout.growth import ExpectedGrowth
 
 
 class ReplicaAccount:
     """What one replica holds, and may hold."""
 
-    __slots__ = ("capacity_tokens", "held_tokens", "max_sessions", "num_sessions")
+    __slots__ = ("capacity_tokens", "held_tokens", "max_sessions", "num_sessions", "used_tokens")
 
     def __init__(self) -> None:
         self.capacity_tokens: int | None = None
         self.max_sessions: int | None = None
         self.held_tokens = 0
+        """What its conversations count for: their length, and room to grow."""
+        self.used_tokens = 0
+        """Their length alone."""
         self.num_sessions = 0
 
     @property
@@ -42,26 +45,6 @@ class ReplicaAccount:
         if self.max_sessions is not None and self.num_sessions >= self.max_sessions:
             return False
         return self.capacity_tokens is None or self.held_tokens + tokens <= self.capacity_tokens
-
-
-class ExpectedLength:
-    """What conversations grow by: learned from those that have ended, on average over about the last 256."""
-
-    def __init__(self) -> None:
-        self._mean_growth = 0.0
-        self._num_seen = 0
-
-    def learn(self, growth: int) -> None:
-        """Take in by how many tokens a conversation grew beyond its first prompt."""
-        self._num_seen = min(self._num_seen + 1, _MEMORY)
-        self._mean_growth += (growth - self._mean_growth) / self._num_seen
-
-    def of(self, num_prompt_tokens: int, max_growth: int | None) -> int:
-        """Return what a conversation with such a first prompt is expected to reach."""
-        if not self._num_seen:
-            return num_prompt_tokens + (max_growth or 0)
-        growth = round(self._mean_growth)
-        return num_prompt_tokens + (growth if max_growth is None else min(growth, max_growth))
 
 
 class _Waiter(NamedTuple):
@@ -92,7 +75,7 @@ class Admission:
         self._place = place
         self._queue: dict[tuple[str | None, str], list[_Waiter]] = {}  # parties: a group's conversations, or one alone
         self._groups: Counter[str] = Counter()
-        self._expected = ExpectedLength()
+        self._growth = ExpectedGrowth()
 
     def queue(self) -> list[str]:
         """Return the conversations that wait, the next one first."""
@@ -120,14 +103,30 @@ class Admission:
         self.is_limited = any(account.is_limited for account in self.accounts.values())
         self.admit_waiting()
 
-    def expected_tokens(self, num_prompt_tokens: int, max_growth: int | None) -> int:
-        """Return what a new conversation is expected to reach."""
-        if self.config.expected_tokens is not None:
-            return self.config.expected_tokens
-        return self._expected.of(num_prompt_tokens, max_growth)
+    def _room_to_grow(self, conversation: Conversation) -> int:
+        """Return for how many tokens beyond its length a conversation counts."""
+        config, max_growth = self.config, conversation.max_growth
+        if not self.is_limited:
+            return 0
+        if config.expected_tokens is not None:
+            growth = max(0, config.expected_tokens - conversation.num_tokens)
+        else:
+            growth = self._growth.rest(max_growth)
+            if max_growth is not None:
+                growth = min(growth, max(0, max_growth - (conversation.num_tokens - conversation.prompt_tokens)))
+        return math.ceil(config.growth_share * growth)
+
+    def held_by_others(self, conversation: Conversation, replicas: Iterable[int]) -> dict[int, int]:
+        """Return how long, together, the other conversations on each of these replicas are."""
+        held = {replica: self.accounts[replica].used_tokens for replica in replicas}
+        if conversation.replica in held:
+            held[conversation.replica] -= conversation.num_tokens
+        return held
 
     def with_room(self, conversation: Conversation) -> Sequence[int]:
         """Return the replicas that the conversation may be on: those with room, and where it is."""
+        if conversation.replica is None:  # what is expected may have changed while it waited
+            conversation.room_to_grow = self._room_to_grow(conversation)
         tokens = conversation.held_tokens
         return [
             replica
@@ -213,19 +212,21 @@ class Admission:
         account = self.accounts[replica]
         account.num_sessions += 1
         account.held_tokens += conversation.held_tokens
+        account.used_tokens += conversation.num_tokens
         conversation.replica = replica
 
     def grow(self, conversation: Conversation, num_tokens: int) -> None:
         """Note how long a conversation is now."""
-        before = conversation.held_tokens
+        held, length = conversation.held_tokens, conversation.num_tokens
+        self._growth.added(max(0, num_tokens - length))
         conversation.num_tokens = num_tokens
-        change = conversation.held_tokens - before
-        if change:
-            account = self.accounts.get(conversation.replica)  # pyright: ignore[reportArgumentType]
-            if account is not None:
-                account.held_tokens += change
-            if change < 0:
-                self.admit_waiting()
+        conversation.room_to_grow = self._room_to_grow(conversation)
+        account = self.accounts.get(conversation.replica)  # pyright: ignore[reportArgumentType]
+        if account is not None:
+            account.held_tokens += conversation.held_tokens - held
+            account.used_tokens += num_tokens - length
+        if self._queue and conversation.held_tokens < held:
+            self.admit_waiting()
 
     def leave(self, conversation: Conversation) -> None:
         """Give back what a placed conversation holds, and learn from it."""
@@ -236,7 +237,7 @@ class Admission:
             if not self._groups[conversation.group]:
                 del self._groups[conversation.group]
         if conversation.num_turns:
-            self._expected.learn(conversation.num_tokens - conversation.prompt_tokens)
+            self._growth.ended()
         if self._queue:
             self.admit_waiting()
 
@@ -245,6 +246,7 @@ class Admission:
         if account is not None:
             account.num_sessions -= 1
             account.held_tokens -= conversation.held_tokens
+            account.used_tokens -= conversation.num_tokens
 
 
 def _party(conversation: Conversation) -> tuple[str | None, str]:

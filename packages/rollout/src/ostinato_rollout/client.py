@@ -22,9 +22,9 @@ from ostinato_rollout.diagnostics import ago, log_dump, register
 from ostinato_rollout.errors import NoReplicaError, ReplicaError, RequestTimeoutError, RolloutError, SessionInputError
 from ostinato_rollout.gate import Gate
 from ostinato_rollout.placement import Placement
-from ostinato_rollout.replica_calls import free_at, is_gone
+from ostinato_rollout.replica_calls import free_at, is_gone, leave
 from ostinato_rollout.resumption import PartialGeneration
-from ostinato_rollout.routing import ReplicaPolicy, StickyLeastInFlight
+from ostinato_rollout.routing import BalancedTokens, ReplicaPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ _MAX_NAMED = 4
 class LLMServerClient:
     """Token ids in, token ids out, over replicas that serve one policy.
 
-    A conversation's first turn goes to the replica with the least under way, later turns to the same one while it is in
-    service and not far busier than the best. With admission, a new conversation waits, in order of arrival, while the
+    A conversation's first turn goes to the replica whose conversations hold the least, later turns to the same one while it
+    is in service and no other one holds far less. With admission, a new conversation waits, in order of arrival, while the
     replicas hold as many as their memory has room for. An aborted generation goes on from its last token, under whatever policy then serves,
     within its first budget. A replica that has failed for good is taken out, and its turns begin again elsewhere.
 
@@ -45,7 +45,7 @@ class LLMServerClient:
         servers: The replicas, at least one; they get the ids 0, 1, ...
         seed: Decides between equally busy replicas.
         timeout_s: Longest time that one `generate` may take, all resumptions included, the wait for a place not.
-        policy: How replicas are chosen; StickyLeastInFlight(seed) unless given.
+        policy: How replicas are chosen; BalancedTokens(seed) unless given.
         admission: When new conversations wait for a place; None: never. Whoever lets them wait sees to it that those under
             way do not depend on those that wait: see `admit`.
         decision_log: Is told every choice of a replica.
@@ -75,7 +75,7 @@ class LLMServerClient:
         self._timeout_s = timeout_s
         self._on_lost = on_lost
         self._placement = Placement(
-            StickyLeastInFlight(seed) if policy is None else policy,
+            BalancedTokens(seed) if policy is None else policy,
             AdmissionConfig(enable=False) if admission is None else admission,
             decision_log,
             num_clients=num_clients,
@@ -322,12 +322,15 @@ class LLMServerClient:
         placement = self._placement
         if not self._gate.is_open:
             await self._pass(conversation)
-        replica = placement.enter(conversation)
+        previous, replica = conversation.replica, placement.enter(conversation)
         server = placement.servers[replica]
         attempt = None
         try:
             with self._attempts.at(server) as attempt:
                 async with attempt:
+                    if placement.is_left(previous, conversation):
+                        await leave(previous, placement.servers[previous], conversation)
+                        conversation.check_goes_on()
                     raw = await server.generate(prompt, params, conversation.request_id, media)
         except Exception as error:
             conversation.check_goes_on()

@@ -12,6 +12,10 @@ from ostinato_rollout.restarts import RestartPolicy
 from ostinato_tokenization import SanityCheckMode
 
 
+def _default_of(node: msgspec.Struct, name: str) -> Any:
+    return next(field.default for field in msgspec.structs.fields(node) if field.name == name)
+
+
 def _check_at_least(node: Any, minimum: int, *names: str) -> None:
     """Raise a ValueError (which msgspec reports with the path) where a number is set and smaller than `minimum`."""
     for name in names:
@@ -62,6 +66,10 @@ class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Choices that the log takes; later ones are made without being written."""
 
     def __post_init__(self) -> None:
+        for name, policy in (("move_ratio", RoutingPolicy.BALANCED), ("move_margin", RoutingPolicy.STICKY)):
+            value = getattr(self, name)
+            if self.policy is not policy and value != _default_of(self, name):
+                raise ValueError(f"{name} must be left out with policy {self.policy}, got {value}; it is for {policy}")
         _check_at_least(self, 0, "move_ratio")
         _check_at_least(self, 1, "move_margin", "max_logged_decisions")
 

@@ -37,17 +37,17 @@ class Conversation:
         request_id: Its name.
         group: Conversations of one group belong together and never wait for each other; None: it is alone.
         prompt_tokens: Length of its first prompt.
-        expected_tokens: What it is expected to grow to.
+        max_growth: Tokens that it may add over all its turns; None: unknown.
     """
 
     __slots__ = (
         "_ended",
         "_num_cancellations",
         "_turn",
-        "expected_tokens",
         "group",
         "is_counted",
         "is_released",
+        "max_growth",
         "num_aborts",
         "num_partial",
         "num_tokens",
@@ -55,16 +55,19 @@ class Conversation:
         "prompt_tokens",
         "replica",
         "request_id",
+        "room_to_grow",
         "since",
         "stage",
         "visited",
     )
 
-    def __init__(self, request_id: str, group: str | None, *, prompt_tokens: int, expected_tokens: int) -> None:
+    def __init__(self, request_id: str, group: str | None, *, prompt_tokens: int, max_growth: int | None) -> None:
         self.request_id, self.group = request_id, group
-        self.prompt_tokens, self.expected_tokens = prompt_tokens, expected_tokens
+        self.prompt_tokens, self.max_growth = prompt_tokens, max_growth
         self.num_tokens = prompt_tokens
         """Context after the last turn."""
+        self.room_to_grow = 0
+        """Tokens beyond these for which it counts in its replica's memory."""
         self.num_turns = 0
         """Turns that have ended with an answer."""
         self.num_aborts = 0
@@ -86,8 +89,8 @@ class Conversation:
 
     @property
     def held_tokens(self) -> int:
-        """What it counts for in its replica's memory: what it is expected to reach, or more if it is longer already."""
-        return max(self.expected_tokens, self.num_tokens)
+        """What it counts for in its replica's memory: its length, and room to grow."""
+        return self.num_tokens + self.room_to_grow
 
     def begin(self, deadline: asyncio.Timeout) -> None:
         """Note that a turn is under way until `end`.

@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from ostinato_rollout.errors import SessionInputError
-from ostinato_rollout.routing import ReplicaPolicy
+from ostinato_rollout.routing import ReplicaPolicy, TokenPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """The replica of its last turn, if that one could be chosen."""
     chosen: int
     """The answer."""
+    held_tokens: dict[int, int] = {}
+    """Length of all other conversations by replica, of those that could be chosen; seen by a TokenPolicy only."""
+    num_tokens: int = 0
+    """Length of this one; seen by a TokenPolicy only."""
     at: float
     """When, in seconds since 1970; no policy sees it."""
 
@@ -88,13 +92,29 @@ class DecisionLog:
         self._has_policy = True
         self._write(LogHeader(format=_FORMAT, policy=repr(policy), max_decisions=self._max_decisions))
 
-    def record(self, request_id: str, in_flight: Mapping[int, int], previous: int | None, chosen: int) -> None:
+    def record(
+        self,
+        request_id: str,
+        in_flight: Mapping[int, int],
+        previous: int | None,
+        chosen: int,
+        *,
+        held_tokens: Mapping[int, int],
+        num_tokens: int,
+    ) -> None:
         """Write one choice, unless the log is full or closed."""
         if self.num_decisions >= self._max_decisions or not self._close.alive:
             return
-        self._write(
-            Decision(request_id=request_id, in_flight=dict(in_flight), previous=previous, chosen=chosen, at=time.time())
+        decision = Decision(
+            request_id=request_id,
+            in_flight=dict(in_flight),
+            previous=previous,
+            chosen=chosen,
+            held_tokens=dict(held_tokens),
+            num_tokens=num_tokens,
+            at=time.time(),
         )
+        self._write(decision)
         self.num_decisions += 1
         if self.num_decisions == self._max_decisions:
             logger.warning(
@@ -157,7 +177,11 @@ def replay(path: str | Path, policy: ReplicaPolicy) -> Replay:
     """
     choices: list[int] = []
     for number, decision in enumerate(read_decisions(path)[1]):
-        choices.append(policy.choose(decision.request_id, decision.in_flight, decision.previous))
+        request_id, previous = decision.request_id, decision.previous
+        if isinstance(policy, TokenPolicy) and decision.held_tokens:
+            choices.append(policy.choose_by_tokens(request_id, decision.num_tokens, decision.held_tokens, previous))
+        else:
+            choices.append(policy.choose(request_id, decision.in_flight, previous))
         if choices[-1] != decision.chosen:
             return Replay(choices=choices, difference=Difference(number=number, decision=decision, chosen=choices[-1]))
     return Replay(choices=choices, difference=None)

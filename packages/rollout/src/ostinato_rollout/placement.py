@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import TypeGuard
 
 from ostinato_engines import AsyncServerBase
 from ostinato_rollout.activity import ClientActivity, ReplicaActivity
@@ -16,7 +17,7 @@ from ostinato_rollout.config import AdmissionConfig
 from ostinato_rollout.conversation import Conversation
 from ostinato_rollout.decision_log import DecisionLog
 from ostinato_rollout.errors import NoReplicaError, ReplicaError, SessionStateError
-from ostinato_rollout.routing import ReplicaPolicy
+from ostinato_rollout.routing import ReplicaPolicy, TokenPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ class Placement:
         self.conversations: dict[str, Conversation] = {}
         """Under way, by request id, those that wait for a place included."""
         self.admission = Admission(admission, self.place, num_clients=num_clients)
+        self._policy_sees_tokens = isinstance(policy, TokenPolicy)
+        self._policy_stays = getattr(policy, "stays", False)
         self._log = decision_log
         self._next_id = 0
         self.why_none = ""
@@ -104,12 +107,7 @@ class Placement:
             raise SessionStateError(
                 f"conversations must be released at their end, got {len(self.conversations)} open ones; call release"
             )
-        conversation = Conversation(
-            request_id,
-            group,
-            prompt_tokens=num_prompt_tokens,
-            expected_tokens=self.admission.expected_tokens(num_prompt_tokens, max_growth),
-        )
+        conversation = Conversation(request_id, group, prompt_tokens=num_prompt_tokens, max_growth=max_growth)
         self.conversations[request_id] = conversation
         return conversation
 
@@ -117,6 +115,10 @@ class Placement:
         """Choose a new conversation's replica, and count its first turn there already."""
         self._choose(conversation)
         conversation.is_counted = True
+
+    def is_left(self, previous: int | None, conversation: Conversation) -> TypeGuard[int]:
+        """Tell whether a conversation has moved from `previous`, which is in service and has to free it."""
+        return self._policy_stays and previous != conversation.replica and previous in self.servers
 
     def enter(self, conversation: Conversation) -> int:
         """Choose the replica of a turn, and count it there until `exit`.
@@ -174,11 +176,18 @@ class Placement:
         candidates = self._candidates(conversation)
         if not candidates:
             raise self.no_replica(conversation.request_id)
-        replica = self.policy.choose(conversation.request_id, candidates, previous)
+        policy, request_id, num_tokens = self.policy, conversation.request_id, conversation.num_tokens
+        held = {}
+        if self._policy_sees_tokens or self._log is not None:
+            held = self.admission.held_by_others(conversation, candidates)
+        if self._policy_sees_tokens:
+            replica = policy.choose_by_tokens(request_id, num_tokens, held, previous)  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            replica = policy.choose(request_id, candidates, previous)
         if replica not in candidates:
             raise ReplicaError(f"the policy must choose one of {sorted(candidates)}, got {replica!r}; correct it")
         if self._log is not None:
-            self._log.record(conversation.request_id, candidates, previous, replica)
+            self._log.record(request_id, candidates, previous, replica, held_tokens=held, num_tokens=num_tokens)
         is_move = conversation.replica not in (None, replica)
         if replica != conversation.replica:
             self.admission.settle(conversation, replica)

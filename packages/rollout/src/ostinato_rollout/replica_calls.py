@@ -1,4 +1,4 @@
-"""Calls to one replica whose failure is an answer: whether it is gone, and that a conversation is over."""
+"""Calls to one replica whose failure is an answer: whether it is gone, and that a conversation is over or has moved."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ostinato_rollout.conversation import Conversation, num_cancellations
 logger = logging.getLogger(__name__)
 
 _HEALTH_TIMEOUT_S = 30.0
+_LEAVING_TIMEOUT_S = 5.0
 GONE = (EngineState.FAILED, EngineState.CLOSED)
 """States that an engine does not come back from."""
 
@@ -39,3 +40,20 @@ async def free_at(replica: int, server: AsyncServerBase, conversation: Conversat
         why = f"{type(error).__name__}: {error}"
         logger.warning("replica %s failed to release request %s: %s", replica, request_id, why)
     conversation.visited.discard(replica)
+
+
+async def leave(replica: int, server: AsyncServerBase, conversation: Conversation) -> None:
+    """Have a replica free what it keeps of a conversation that moves on; one that does not answer is told again at the end."""
+    deadline = asyncio.timeout(_LEAVING_TIMEOUT_S)
+    try:
+        async with deadline:
+            await free_at(replica, server, conversation)
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        logger.warning(
+            "replica %d must release request %s within %g s, got no answer; the conversation goes on elsewhere",
+            replica,
+            conversation.request_id,
+            _LEAVING_TIMEOUT_S,
+        )
