@@ -145,9 +145,12 @@ async def test_a_batch_from_a_stream_has_the_metrics_of_a_batch(world, call):
         turns[request.request_id] += 1
         return call(("failing", "{}")) if turns[request.request_id] == 1 else DONE
 
-    manager = world.build(reply)
+    manager = world.build(reply, agent_options={"max_concurrency": 4})
     names = set((await manager.generate_sequences(make_rows(2), n=2, step=0)).metrics)
-    async with manager.stream(endless(), n=2, step=1, keep_group=lambda group: group.index % 2 == 1) as stream:
+    options = StreamOptions(queue_size=1, in_order=True)
+    async with manager.stream(
+        endless(), n=2, step=1, options=options, keep_group=lambda group: group.index % 2 == 1
+    ) as stream:
         batch = await stream.take_batch(3)
         assert [trajectory.row["index"] for trajectory in batch.trajectories] == [1, 1, 3, 3, 5, 5]
     assert names < set(batch.metrics)

@@ -336,13 +336,13 @@ async def test_a_group_that_becomes_stale_before_it_is_taken_is_replaced_by_one_
     ) as stream:  # fmt: skip
         taking = asyncio.create_task(stream.take(1))
         await settle()
+        taking.cancel()
         gates.open(0)
-        for _ in range(3):
-            await asyncio.sleep(0)
-        assert stream.counts().num_ready == 1
+        await settle()
+        assert (stream.counts().num_ready, gates.cancelled) == (1, [(1, 0)])
         version[0] = 1
         gates.open(1)
-        assert [group.index for group in await taking] == [1]
+        assert [group.index for group in await stream.take(1)] == [1]
     assert [(one.index, one.fate) for one in stream.dropped] == [(0, GroupFate.STALE)]
 
 
@@ -494,6 +494,47 @@ async def test_several_consumers_share_a_stream():
 
         shares = await asyncio.gather(*(consume() for _ in range(3)))
     assert sorted(index for share in shares for index in share) == list(range(20))
+
+
+async def test_an_end_that_one_consumer_finds_is_told_to_all():
+    """While one waits for the source, another one's call finds that the version cannot be told: both get the error."""
+    version = [0]
+    stream = RolloutScheduler().stream(
+        Queued(),
+        echo,
+        n=1,
+        concurrency=2,
+        current_version=lambda: version[0],
+        options=StreamOptions(max_staleness=0, groups_per_version=2),
+    )
+    async with stream:
+        first = asyncio.create_task(stream.take(1))
+        await settle()
+        version[0] = None
+        for waiting in (asyncio.create_task(stream.take(1)), first):
+            with pytest.raises(TypeError):
+                await waiting
+
+
+async def test_groups_are_given_before_what_was_stopped_has_ended():
+    """The last groups of a stream that had enough do not wait for runs that take their time to end; its end does."""
+    gates, gate = Gates(), asyncio.Event()
+
+    async def run_one(run):
+        try:
+            return await gates.run_one(run)
+        finally:
+            if run.index == 0:
+                await gate.wait()
+
+    async with stream_of(range(3), run_one, num_groups=2, oversample=1) as stream:
+        gates.open(1, 2)
+        assert [group.index for group in await stream.take(2)] == [1, 2]
+        end = asyncio.create_task(stream.take(1))
+        await settle()
+        assert not end.done()
+        gate.set()
+        assert await end == []
 
 
 async def test_closing_frees_everything_and_tells_those_who_wait():

@@ -118,8 +118,8 @@ class GroupStream(Generic[Prompt, Result]):
 
         Raises:
             SessionInputError: `num_groups` is not positive, or more than the bound of staleness lets wait at one time.
-            Exception: What the source of the prompts raised, once all groups have ended and are fewer; they can still be taken.
-            StreamStalledError: Likewise, where too many groups in a row were dropped.
+            Exception: What the source of the prompts raised, or StreamStalledError where too many groups in a row were dropped;
+                once all groups have ended and are fewer. They can still be taken.
             RequestTimeoutError: Cancelled runs did not end.
         """
         limit = None if self._window is None else self._window.num_groups
@@ -171,15 +171,13 @@ class GroupStream(Generic[Prompt, Result]):
     def counts(self) -> StreamCounts:
         """Return what has been done so far."""
         fates = {fate.value: self._fates.counts[fate] for fate in GroupFate}
-        num_open, num_ready = len(self._open), len(self._ready)
         if self._is_closed:
-            fates[GroupFate.HANDED_BACK.value] = num_open + num_ready
-            num_open = num_ready = 0
+            fates[GroupFate.HANDED_BACK.value] = len(self._open) + len(self._ready)
         return StreamCounts(
             num_drawn=self._num_drawn,
             num_resumed=self._num_resumed,
-            num_open=num_open,
-            num_ready=num_ready,
+            num_open=0 if self._is_closed else len(self._open),
+            num_ready=0 if self._is_closed else len(self._ready),
             num_reruns=self._work.num_reruns,
             fates=fates,
             filtered=dict(self._fates.filtered),
@@ -201,9 +199,9 @@ class GroupStream(Generic[Prompt, Result]):
         while not self._is_closed:
             self._advance()
             groups = self._deliverable(num_groups)
+            if len(groups) == num_groups:
+                return groups
             if not self._is_over():
-                if len(groups) == num_groups:
-                    return groups
                 await self._wait()
             elif self._ending():
                 await all_ended(self._ending, timeout_s=self._options.close_timeout_s)
@@ -255,8 +253,8 @@ class GroupStream(Generic[Prompt, Result]):
 
     def _what_holds(self) -> str:
         """Return what no prompt is drawn for; empty: one can be."""
-        num_ahead, num_groups = len(self._open) + len(self._ready), self._options.num_groups
-        queue_size = self._options.queue_size
+        num_ahead = len(self._open) + len(self._ready)
+        num_groups, queue_size = self._options.num_groups, self._options.queue_size
         if self._source_is_over:
             return "the end of the prompts"
         if self._source.is_asking:
@@ -290,9 +288,7 @@ class GroupStream(Generic[Prompt, Result]):
             group.add_failure(number, failure)
         else:
             group.add_result(number, ended.value, ended.version)
-        if self._is_stale(group):
-            self._drop_as_stale(group)
-        elif group.is_complete:
+        if not self._drop_if_stale(group) and group.is_complete:
             self._to_do.appendleft((group, None))
 
     def _decide(self, group: OpenGroup[Prompt, Result], ended: Ended) -> None:
@@ -320,8 +316,7 @@ class GroupStream(Generic[Prompt, Result]):
             self._to_do.extend((group, number) for number in group.missing or [None])
 
     def _keep(self, group: OpenGroup[Prompt, Result]) -> None:
-        del self._open[group.index]
-        self._ready[group.index] = group
+        self._ready[group.index] = self._open.pop(group.index)
         self._fates.wanted()
         if self._has_enough():
             self._stop_rest()
@@ -333,18 +328,22 @@ class GroupStream(Generic[Prompt, Result]):
         self._ready.pop(group.index, None)
         self._tasks.interrupt(group)
         self._fates.drop(group.index, fate, reason, failure)
+        self._changed.set()
         stalled = self._fates.stalled()
         if stalled is not None:
             self._end_source(stalled)
 
-    def _drop_as_stale(self, group: OpenGroup[Prompt, Result]) -> None:
-        now = None if self._window is None else self._window.version
-        self._drop(group, GroupFate.STALE, f"version {group.oldest_version} took part and {now} serves")
+    def _drop_if_stale(self, group: OpenGroup[Prompt, Result]) -> bool:
+        if self._window is None or not self._window.is_stale(group.oldest_version):
+            return False
+        self._drop(
+            group, GroupFate.STALE, f"version {group.oldest_version} took part and {self._window.version} serves"
+        )
+        return True
 
     def _drop_stale(self) -> None:
         for group in [*self._ready.values(), *self._open.values()]:
-            if self._is_stale(group):
-                self._drop_as_stale(group)
+            self._drop_if_stale(group)
 
     def _look(self) -> int | None:
         """Return the version that serves; if it has moved, drop what has become stale."""
@@ -371,6 +370,7 @@ class GroupStream(Generic[Prompt, Result]):
         self._source_is_over = True
         if self._error is None:
             self._error = error
+        self._changed.set()
 
     def _num_taken(self) -> int:
         return self._fates.counts[GroupFate.KEPT]
@@ -385,9 +385,6 @@ class GroupStream(Generic[Prompt, Result]):
 
     def _is_open(self, group: OpenGroup[Prompt, Result]) -> bool:
         return self._open.get(group.index) is group
-
-    def _is_stale(self, group: OpenGroup[Prompt, Result]) -> bool:
-        return self._window is not None and self._window.is_stale(group.oldest_version)
 
     def _deliverable(self, num_groups: int) -> list[OpenGroup[Prompt, Result]]:
         """Return ready groups, at most so many: the first to finish, or with `in_order` those that none comes before."""
