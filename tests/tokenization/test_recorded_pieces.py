@@ -100,3 +100,16 @@ def test_a_rendering_that_ends_before_the_record_is_no_repetition(cut):
     text = TINY.render(messages, add_generation_prompt=False)
     whole = text.rindex("<|im_end|>")
     assert ids_as_recorded(TINY, text[: whole - cut], ledger) is None
+
+
+@settings(deadline=None)
+@given(TURNS)
+def test_the_check_encodes_nothing_of_a_plain_conversation(turns):
+    """What was given was encoded when it was given, and what was sampled is compared by its text."""
+    turns = [(asked.replace("<", "x") + "y", said.replace("<", "x")) for asked, said in turns]
+    ledger, messages = conversation(TINY, turns, split=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            TINY.plain_encoder, "_computed", lambda text, *, with_prefix: pytest.fail(f"{text!r} was encoded")
+        )
+        assert check_ledger(ledger, TINY, messages, mode=SanityCheckMode.STRICT) is None

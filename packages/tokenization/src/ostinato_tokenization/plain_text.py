@@ -160,7 +160,8 @@ class PlainEncoder:
         """Whether text is encoded by something faster than the tokenizer."""
         self.is_local = self.is_fast and not self._marks and not any(token.lstrip or token.rstrip for token in controls)
         """Whether the ids of what stands between two control tokens depend on nothing else."""
-        self._recent = {with_prefix: _Recent() for with_prefix in (False, True)}
+        recent = _Recent()
+        self._recent = {True: recent, False: _Recent() if self._marks else recent}
 
     def _fast(self, normalizer: Any, pre_tokenizer: Any, reference: Callable[[str], list[int]]) -> Encode | None:
         return fast_encoder(self._tokenizer, normalizer, pre_tokenizer, self._forbidden, reference, self._controls)
