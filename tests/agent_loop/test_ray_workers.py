@@ -64,7 +64,7 @@ async def pool_of():
             [make(place) for place in range(count)],
             make_server=None if restarts is None else make,
             restarts=restarts,
-            health_interval_s=0.2,
+            health_interval_s=600.0,
         )
         pools.append(pool)
         await pool.start()

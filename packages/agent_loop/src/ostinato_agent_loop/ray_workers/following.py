@@ -38,6 +38,9 @@ class Reachable(Protocol):
 
     endpoint: ReplicaEndpoint | None
 
+    def when_failed(self, call: Callable[..., None]) -> None:
+        """Has `call` told of the server and its error when it has failed for good."""
+
 
 def unreachable(server: AsyncServerBase) -> AgentConfigError:
     """The error for a server that only this process reaches."""
@@ -51,13 +54,17 @@ class ReplicaFollower:
 
     Args:
         on_change: Called when there is a new view.
+        on_failed: Is told of a replica that knows of its own failure, and of the error.
         tell_all: Has all workers do something with one replica: the name of a method and the endpoint.
     """
 
     def __init__(
-        self, on_change: Callable[[], None], tell_all: Callable[[str, ReplicaEndpoint], Awaitable[None]]
+        self,
+        on_change: Callable[[], None],
+        on_failed: Callable[[AsyncServerBase, Exception], None],
+        tell_all: Callable[[str, ReplicaEndpoint], Awaitable[None]],
     ) -> None:
-        self._on_change, self._tell_all = on_change, tell_all
+        self._on_change, self._on_failed, self._tell_all = on_change, on_failed, tell_all
         self._known: dict[AsyncServerBase, ReplicaEndpoint] = {}
         self._telling: set[asyncio.Future[None]] = set()
         self.view = ReplicaView()
@@ -73,6 +80,7 @@ class ReplicaFollower:
             logger.error("%s", unreachable(server))
             return len(self._known)
         endpoint = server.endpoint
+        server.when_failed(self._on_failed)
         if endpoint is not None:  # else it has just been lost, which the pool tells next
             self._known[server] = endpoint
             draining = tuple(one for one in self.view.draining if one != endpoint)

@@ -21,8 +21,8 @@ from ostinato_agent_loop.ray_workers.following import Reachable, ReplicaFollower
 from ostinato_agent_loop.ray_workers.process import WorkerBody, WorkerReport, WorkerShare, WorkerSpec
 from ostinato_agent_loop.trajectory import Trajectory
 from ostinato_agent_loop.worker import TrajectoryTask
-from ostinato_engines import SamplingParams
-from ostinato_rollout import Failure, FailureKind, RolloutScheduler, ServerPool
+from ostinato_engines import AsyncServerBase, SamplingParams
+from ostinato_rollout import Failure, FailureKind, RolloutScheduler, ServerPool, SessionInputError
 from ostinato_rollout.ray_cluster import ActorLostError, ActorPlacement, ActorProcess, ClusterError, ReplicaEndpoint
 from ostinato_rollout.restarts import RestartBudget, RestartPolicy
 
@@ -80,7 +80,7 @@ class RayWorkers:
         self._budget = RestartBudget(RestartPolicy() if restarts is None else restarts, spec.seed)
         self._numbers = itertools.count()
         self._changed = asyncio.Event()
-        self._follower = ReplicaFollower(self._note_change, self._tell_all)
+        self._follower = ReplicaFollower(self._note_change, self._note_failed, self._tell_all)
         self._letting_go: set[asyncio.Task[None]] = set()
         self._closed = False
         self._stopping: asyncio.Task[None] | None = None
@@ -243,6 +243,11 @@ class RayWorkers:
                 await process.ask(method, endpoint)
 
         await asyncio.gather(*(tell(worker.process) for worker in self.workers if worker.process is not None))
+
+    def _note_failed(self, server: AsyncServerBase, error: Exception) -> None:
+        """A replica says that it has failed, which the pool would find out when it next asks for its health."""
+        with suppress(SessionInputError):  # the pool has replaced it
+            self._pool.take_out(server, Failure.from_error(error, "a replica had to go on", kind=FailureKind.ENGINE))
 
     def _note_change(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

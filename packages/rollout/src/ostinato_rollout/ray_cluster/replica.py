@@ -7,7 +7,7 @@ ended, and the replica has failed for good. Whoever keeps replicas makes a new o
 import asyncio
 import logging
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,7 @@ class RayReplica(RemoteServer):
         self._holders = [ActorProcess(_HolderBody, part, on_lost=self._note_end) for part in self._placement.holders()]
         self._ending: asyncio.Task[None] | None = None
         self._key: str | None = None
+        self._told_of_failure: list[Callable[[RayReplica, ReplicaLostError], None]] = []
         self.endpoint: ReplicaEndpoint | None = None
         """Where others reach it; None before it has started, and once it has ended."""
 
@@ -255,6 +256,10 @@ class RayReplica(RemoteServer):
         self._end_later()
         await self._ended()
 
+    def when_failed(self, call: "Callable[[RayReplica, ReplicaLostError], None]") -> None:
+        """Has `call` called, soon after the replica has failed for good, and not before it had started."""
+        self._told_of_failure.append(call)
+
     def _note_end(self, why: str) -> None:
         """Ray tells that a process has ended."""
         if not self._status.closed:
@@ -271,6 +276,8 @@ class RayReplica(RemoteServer):
             self._connecting.cancel()
         if self._link is not None:
             self._link.fail(error, lambda number, call: ReplicaLostError(f"{error}; waited for {call.what}"))
+        for call in self._told_of_failure if self._status.loaded else ():
+            asyncio.get_running_loop().call_soon(call, self, error)
         self._end_later()
 
     def _end_later(self) -> None:
