@@ -23,6 +23,7 @@ from ostinato_agent_loop import (
     batch_metrics,
     register,
 )
+from ostinato_agent_loop.trajectory_stream import oldest_version
 from ostinato_engines import EngineNotReadyError, PolicySpan, WeightManifest
 from ostinato_rollout import (
     FailureKind,
@@ -368,6 +369,9 @@ async def test_rows_are_checked_when_they_are_drawn(world):
     state = {"num_drawn": 1, "groups": [{"index": 0, "prompt": {"agent_name": "nobody"}}]}
     with pytest.raises(UnknownAgentError, match=r"rows\[0\]"):
         manager.stream([], n=1, step=0, state=msgspec.convert(state, StreamState[dict, Trajectory]))
+    async with manager.stream(["row"], n=1, step=0, state=StreamState(num_drawn=7)) as stream:
+        with pytest.raises(AgentRowError, match=r"rows\[7\]"):
+            await anext(stream)
     with pytest.raises(AgentConfigError, match="n must be at least 1, got 0"):
         manager.stream([], n=0, step=0)
 
@@ -470,3 +474,15 @@ async def test_bounds_that_cannot_hold_are_refused(world):
         manager.stream([], n=1, step=0, options=StreamOptions(max_staleness=0, groups_per_version=1))
     with pytest.raises(SessionInputError, match="oversample must go with num_groups"):
         manager.stream([], n=1, step=0, options=StreamOptions(oversample=2))
+
+
+def test_the_oldest_span_of_all_segments_is_a_trajectorys_version():
+    """Whatever the order; none where nothing is known."""
+
+    def segment(*versions):
+        spans = tuple(PolicySpan(start, version) for start, version in enumerate(versions))
+        return AgentLoopOutput(prompt_ids=[1], response_ids=[2] * 3, response_mask=[1] * 3, policy_versions=spans)
+
+    segments = [segment(), segment(5, 3, 7), segment(4)]
+    assert oldest_version(Trajectory(group_id="g", trajectory_id="t", row={}, segments=segments)) == 3
+    assert oldest_version(Trajectory(group_id="g", trajectory_id="t", row={})) is None

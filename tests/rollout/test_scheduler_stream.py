@@ -655,8 +655,9 @@ async def test_a_source_that_is_still_asked_at_an_early_stop_can_be_used_again()
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
+@pytest.mark.parametrize("options", [{"num_groups": 1, "oversample": 1}, {}], ids=["had enough", "was closed"])
 @pytest.mark.parametrize("leftover", Leftover)
-async def test_a_prompt_that_comes_with_the_end_is_not_lost(leftover):
+async def test_a_prompt_that_comes_with_the_end_is_not_lost(leftover, options):
     """One that the source gives although the stream has ended counts as drawn, and is left over."""
 
     class Late(Queued):
@@ -668,8 +669,9 @@ async def test_a_prompt_that_comes_with_the_end_is_not_lost(leftover):
 
     source = Late()
     source.queue.put_nowait("a")
-    async with stream_of(source, echo, num_groups=1, oversample=1, leftover=leftover) as stream:
-        assert [group.prompt async for group in stream] == ["a"]
+    async with stream_of(source, echo, leftover=leftover, **options) as stream:
+        assert (await anext(stream)).prompt == "a"
+        await settle()
     assert stream.counts().num_drawn == 2
     assert [saved.prompt for saved in stream.state().groups] == (["late"] if leftover is Leftover.HAND_BACK else [])
     assert stream.counts().fates["cancelled"] == (leftover is Leftover.CANCEL)
@@ -749,6 +751,14 @@ async def test_a_stream_that_keeps_nothing_ends_with_an_error():
         with pytest.raises(StreamStalledError, match=r"max_dropped_in_row=20.*20 filtered.*for: dull"):
             await anext(stream)
     assert stream.counts().fates["filtered"] >= 20
+
+
+async def test_only_drops_in_a_row_count():
+    """One good group in between, and the counting begins anew."""
+    options = {"max_dropped_in_row": 5, "num_groups": 8, "concurrency": 1}
+    async with stream_of(count(), echo, keep_group=lambda group: group.index % 5 == 4, **options) as stream:
+        assert len([group async for group in stream]) == 8
+    assert stream.counts().fates["filtered"] == 32
 
 
 async def test_a_run_past_its_deadline_fails_alone():
