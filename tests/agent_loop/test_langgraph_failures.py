@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -171,11 +169,11 @@ async def test_a_node_that_is_tried_again(world, graph_agent):
 
 async def test_a_prompt_that_is_too_long_is_a_failure_and_a_later_one_an_end(world, graph_agent):
     """The row's prompt must fit, as with any agent; a later conversation that does not fit ends the trajectory, and one that
-    holds more than a first prompt may, but fits the context, is led."""
+    is longer than a first prompt may be, by no more than was said before, is led."""
 
     async def node(model, tools, state):
         first = await model.ainvoke(state["messages"])
-        await model.ainvoke([HumanMessage("long " * 60)])
+        await model.ainvoke([HumanMessage("long " * 20)])
         await model.ainvoke([HumanMessage("long " * 900)])
         return {"messages": [first]}
 
@@ -183,9 +181,22 @@ async def test_a_prompt_that_is_too_long_is_a_failure_and_a_later_one_an_end(wor
     row = {"raw_prompt": [{"role": "user", "content": "long " * 900}]}
     trajectory = await world.run_one([end("a")], row, agent=agent)
     assert "max_prompt_tokens" in trajectory.failure.message
-    segments = segments_of(await world.run_one([end("a"), end("b")], agent=agent, prompt=20, response=400))
+    segments = segments_of(await world.run_one([end("long " * 40), end("b")], agent=agent, prompt=40, response=400))
     assert [segment.stop_reason for segment in segments] == [TrajectoryEnd.RESPONSE_LENGTH] * 2
-    assert len(segments[1].prompt_ids) > 20
+    assert 40 < len(segments[1].prompt_ids) < 40 + len(segments[0].response_ids)
+
+
+async def test_conversations_share_the_length_of_the_response(world, graph_agent):
+    """One conversation after another, each has what those before it have left; where nothing is left the trajectory ends."""
+
+    async def node(model, tools, state):
+        while True:
+            await model.ainvoke(state["messages"])
+
+    agent = graph_agent(one_node(node))
+    segments = segments_of(await world.run_one(lambda request: end("x " * 20), agent=agent, response=100))
+    assert sum(len(segment.response_ids) for segment in segments) == 100
+    assert {segment.stop_reason for segment in segments} == {TrajectoryEnd.RESPONSE_LENGTH}
 
 
 async def test_nodes_that_are_ordinary_functions(world, call, graph_agent):
@@ -370,19 +381,3 @@ async def test_tools_outside_of_turns(world, graph_agent):
     assert segment.extra_fields["messages"][1]["content"] == "hello"
     assert segment.metrics.tool_outcomes == {"ok": 1}
     assert segment.extra_fields["turn_scores"] == []
-
-
-def test_without_the_extra_the_agent_says_how_to_install_it():
-    """Where langgraph is missing, asking for react_agent names the extra; other agents do not care."""
-    program = """
-import sys
-sys.modules["langgraph"] = sys.modules["langchain_core"] = None
-from ostinato_agent_loop import agent_loop_class
-agent_loop_class("tool_agent")
-try:
-    agent_loop_class("react_agent")
-except ImportError as error:
-    print(error)
-"""
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert "pip install 'ostinato-agent-loop[langgraph]'" in ran.stdout

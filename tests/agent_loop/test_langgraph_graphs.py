@@ -442,6 +442,70 @@ async def test_a_turn_of_somebody_else_is_context(world, graph_agent):
     assert "Other." in shown
 
 
+async def test_a_human_who_edits_a_call(world, call, graph_agent):
+    """With LangChain's middleware a human edits a call before it runs: what is trained stays as it was sampled, and the tool gets
+    what the human wrote, whether or not the middleware rewrites the turn (which makes a segment)."""
+    agents = pytest.importorskip("langchain.agents", reason="needs langchain")
+    from langchain.agents.middleware import HumanInTheLoopMiddleware
+
+    def build(model, tools):
+        asking = HumanInTheLoopMiddleware(interrupt_on={"echo": True})
+        return agents.create_agent(model, tools, middleware=[asking], checkpointer=InMemorySaver())
+
+    async def run_graph(self, graph, graph_input, config):
+        await graph.ainvoke(graph_input, config)
+        edited = {"type": "edit", "edited_action": {"name": "echo", "args": {"text": "by a human"}}}
+        return await graph.ainvoke(Command(resume={"decisions": [edited]}), config)
+
+    replies = [call(("echo", '{"text": "by the model"}')), end("Done.")]
+    segments = await run(world, replies, graph_agent(build, run_graph=run_graph), response=900)
+    assert [text for each in segments for text in sampled(world, each)] == replies
+    (answer,) = [m["content"] for m in segments[-1].extra_fields["messages"] if m["role"] == "tool"]
+    assert answer.endswith("by a human")
+    assert segments[0].metrics.num_continuations == 1
+
+
+async def test_a_history_that_middleware_sums_up(world, call, graph_agent):
+    """With LangChain's summarization the summary is a turn of the policy, and what follows it a segment of its own."""
+    agents = pytest.importorskip("langchain.agents", reason="needs langchain")
+    from langchain.agents.middleware import SummarizationMiddleware
+
+    def build(model, tools):
+        summing = SummarizationMiddleware(model=model, trigger=("messages", 5), keep=("messages", 2))
+        return agents.create_agent(model, tools, middleware=[summing])
+
+    counting = call(("counter", "{}"))
+    replies = [counting, counting, end("In short: two."), counting, end("In short: three."), end("Done.")]
+    segments = await run(world, replies, graph_agent(build), prompt=3000, response=1000)
+    texts = [text for each in segments for text in sampled(world, each)]
+    assert sorted(texts) == sorted(replies)
+    assert len(segments) == 5
+    assert "In short: three." in world.tokenizer.decode(segments[-1].prompt_ids)
+    assert segments[0].extra_fields["tool_rewards"] == [1.0, 2.0, 3.0]
+
+
+async def test_a_graph_that_is_streamed(world, call, graph_agent):
+    """A graph whose messages are streamed, which makes LangChain stream the model, is the same trajectory."""
+    agents = pytest.importorskip("langchain.agents", reason="needs langchain")
+    shown = []
+
+    async def run_graph(self, graph, graph_input, config):
+        async for mode, part in graph.astream(graph_input, config, stream_mode=["messages", "values"]):
+            if mode == "messages":
+                shown.append(part[0].content)
+            else:
+                state = part
+        return state
+
+    agent = graph_agent(lambda model, tools: agents.create_agent(model, tools), run_graph=run_graph)
+    replies = [call(("counter", "{}"), content="Let me count."), end("One.")]
+    (segment,) = await run(world, replies, agent)
+    assert sampled(world, segment) == replies
+    assert segment.extra_fields["tool_rewards"] == [1.0]
+    assert "One." in shown
+    assert segment.metrics.num_exact_continuations == 1
+
+
 async def test_tools_of_an_mcp_server(world, call, graph_agent, tmp_path):
     """A prebuilt agent calls a tool of a real MCP server, which the run's executor runs."""
     pytest.importorskip("mcp", reason="needs the extra mcp")

@@ -22,7 +22,7 @@ from ostinato_agent_loop.langgraph_agent.graph_tools import GraphTools, Trajecto
 from ostinato_agent_loop.output import AgentLoopOutput, TrajectoryEnd, outputs_from_session
 from ostinato_agent_loop.rows import row_messages, row_tool_selection, row_tools_kwargs
 from ostinato_engines import SamplingParams
-from ostinato_rollout import ChatSession, SessionBudget
+from ostinato_rollout import ChatSession
 
 
 class LangGraphAgentLoop(AgentLoopBase):
@@ -30,8 +30,8 @@ class LangGraphAgentLoop(AgentLoopBase):
 
     A trajectory has one segment for each conversation that its graph led, in the order in which they began. The graph ends
     at its own end, at `max_steps`, or where its model may not have another turn: the limits of
-    `actor_rollout_ref.rollout.multi_turn` count the turns of all conversations together, the length of the response holds
-    for each.
+    `actor_rollout_ref.rollout.multi_turn` count the turns of all conversations together, and a conversation may use what
+    those before it have left of the response's length when it begins.
     """
 
     max_steps: ClassVar[int] = 200
@@ -143,13 +143,11 @@ class LangGraphAgentLoop(AgentLoopBase):
         return state
 
     def _open_session(self, row: Mapping[str, Any], tools: Any, number: int) -> ChatSession:
-        """Open a conversation. All but the first may begin with as much as the context holds: with what was said before."""
-        budget = self.context.budget
+        """Open a conversation, which may use what those before it have left."""
+        context = self.context
         if not number:
-            return self.context.open_session(row, tools)
-        length = budget.max_context_tokens
-        later = SessionBudget(length, budget.max_response_tokens, length, budget.max_turn_tokens)
-        return self.context.open_session(row, tools, budget=later, call_id_prefix=f"call_{number}_")
+            return context.open_session(row, tools)
+        return context.open_session(row, tools, budget=context.budget_left(), call_id_prefix=f"call_{number}_")
 
 
 async def _close(bridge: LoopBridge, conversations: GraphConversations) -> None:
