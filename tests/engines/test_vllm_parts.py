@@ -46,7 +46,7 @@ from ostinato_engines.vllm_engine.checkpoint import CheckpointTensors  # noqa: E
 from ostinato_engines.vllm_engine.fan_out import memory_for, send_to_all  # noqa: E402
 from ostinato_engines.vllm_engine.filtering import filtered  # noqa: E402
 from ostinato_engines.vllm_engine.held import HOLD_KEY, Held, decode_answer  # noqa: E402
-from ostinato_engines.vllm_engine.launch import start_engine  # noqa: E402
+from ostinato_engines.vllm_engine.launch import engine_arguments, start_engine  # noqa: E402
 from ostinato_engines.vllm_engine.race import race  # noqa: E402
 from ostinato_engines.vllm_engine.running import RunningEngine  # noqa: E402
 from ostinato_engines.vllm_engine.sampling import FILTERS_KEY, OUR_PROCESSORS, to_vllm  # noqa: E402
@@ -88,6 +88,8 @@ def test_the_cause_is_found_in_a_log():
         ("ImportError: _C.abi3.so: undefined symbol: _ZN3c10", "do not fit each other"),
         ("RuntimeError: The NVIDIA CUDA driver version is insufficient", "fits this machine's driver"),
         ("ValueError: loading it requires trust_remote_code=True", "trust_remote_code"),
+        ("OSError: the port 8000 is taken", "choose its ports"),
+        ("UserError: this is natively supported\nEngineError: no answer within 240 s", "give it more time"),
         ("KeyError: 'something else'", "see the whole log"),
     ],
 )
@@ -483,9 +485,26 @@ async def test_float32_is_not_rounded(dtype, precision, monkeypatch, tmp_path):
     assert "TRITON_F32_DEFAULT" not in os.environ
 
 
-def options_for(model):
+def options_for(model, **more):
     """What a server of this model is started with."""
-    return VLLMServer(model)._options
+    return VLLMServer(model, **more)._options
+
+
+@pytest.mark.parametrize(
+    ("settings", "executor"),
+    [
+        ({}, "mp"),
+        ({"engine_args": {"distributed_executor_backend": "uni"}}, "uni"),
+        ({"tensor_parallel_size": 2}, None),
+        ({"engine_args": {"pipeline_parallel_size": 2}}, None),
+    ],
+)
+def test_the_model_has_a_process_of_its_own(settings, executor, tmp_path):
+    """A model on one device runs beside the scheduler, not in its process, unless the user says so; on several vLLM decides."""
+    known = {"distributed_executor_backend", "pipeline_parallel_size"}
+    parts = SimpleNamespace(arg_names=known, device_type="cuda", device_count=2, version="0")
+    arguments = engine_arguments(options_for(tmp_path, **settings), parts)
+    assert arguments.get("distributed_executor_backend") == executor
 
 
 async def test_a_server_that_was_never_started():

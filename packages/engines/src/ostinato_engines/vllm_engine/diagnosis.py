@@ -48,7 +48,8 @@ _CURES = (
         r"No such file|not a valid model|Repo id must|Can't load|does not appear to have|config\.json",
         "check the model's path",
     ),
-    (r"Address already in use|port", "let vllm choose its ports: unset VLLM_PORT and MASTER_PORT"),
+    (r"Address already in use|\bport\b", "let the engine choose its ports: unset VLLM_PORT and MASTER_PORT"),
+    (r"no answer within", "give it more time to start, or see what it waits for at the end of the whole log"),
     (r"nccl|NCCL", "check that the GPUs can reach each other; NCCL_DEBUG=INFO says more"),
     (r"Killed|signal 9|SIGKILL|exitcode -9|died unexpectedly", "the system may have run out of memory: ask for less"),
 )

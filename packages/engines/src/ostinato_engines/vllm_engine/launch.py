@@ -88,6 +88,10 @@ def engine_arguments(options: LaunchOptions, parts: VLLMParts) -> dict[str, Any]
     }
     if can_sleep(parts):
         arguments["enable_sleep_mode"] = True
+    is_alone = options.tensor_parallel_size == options.more.get("pipeline_parallel_size", 1) == 1
+    if is_alone and "distributed_executor_backend" in known:
+        # On one device, too, the model gets a process of its own, which prepares a step while the next one is scheduled.
+        arguments["distributed_executor_backend"] = "mp"
     if options.lora is not None:
         arguments["enable_lora"] = True
     if parts.device_type == devices.HOST and "enable_chunked_prefill" in known:
