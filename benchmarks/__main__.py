@@ -8,12 +8,14 @@ NOT_BENCHMARKS = {
     "__init__",
     "__main__",
     "agent_loop_peer",
+    "makespan_replica",
     "peers",
     "matrix_script",
     "matrix_templates",
     "tokenization_peer",
     "tool_turns",
     "transport_peer",
+    "virtual_time",
 }
 
 RUN_BY_ENGINES = {"sglang_server", "vllm_server"}
