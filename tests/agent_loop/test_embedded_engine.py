@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -12,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from ostinato_agent_loop import TrajectoryEnd  # noqa: E402  (the engine's extra is checked first)
 from ostinato_engines import WeightManifest  # noqa: E402
+from ostinato_rollout import StreamOptions  # noqa: E402
 
 
 def tiny_model(vocab_size, seed=0):
@@ -110,3 +112,49 @@ async def test_new_weights_reach_the_engine_and_the_record(world):
         assert {span.version for span in old.segments[0].policy_versions} == {0}
         assert {span.version for span in new.segments[0].policy_versions} == {1}
         assert old.segments[0].response_ids != new.segments[0].response_ids
+
+
+async def test_a_stream_samples_what_a_batch_samples(world):
+    """Sorted, the groups of a stream are bitwise the trajectories of the batch of the same seed and step."""
+    batch = await run(world, seed=1)
+    manager = world.build(
+        [], server=make_server(world.tokenizer.vocab_size), prompt=800, response=24, num_workers=1, seed=1
+    )
+    await world.pool.start()
+    try:
+        async with manager.stream(ROWS, n=2, step=3) as stream:
+            groups = sorted([group async for group in stream], key=lambda group: group.index)
+    finally:
+        await world.pool.shutdown()
+    streamed = [trajectory for group in groups for trajectory in group.trajectories]
+    for one, other in zip(streamed, batch, strict=True):
+        (left,), (right,) = one.segments, other.segments
+        assert (left.response_ids, left.response_logprobs) == (right.response_ids, right.response_logprobs)
+        assert one.trajectory_id == other.trajectory_id
+
+
+async def test_a_stream_goes_on_while_the_weights_change(world):
+    """Over updates in the midst of turns, whoever takes in step gets groups of which no token is older than the bound, and the spans of
+    each trajectory say which policy sampled what."""
+    server = make_server(world.tokenizer.vocab_size)
+    manager = world.build([], server=server, prompt=800, response=40, num_workers=1)
+    options = StreamOptions(max_staleness=1, groups_per_version=2)
+    await world.pool.start()
+    versions: set[int] = set()
+    try:
+        async with manager.stream(itertools.cycle(ROWS), n=2, step=0, options=options) as stream:
+            for version in range(1, 5):
+                batch = await stream.take_batch(2)
+                assert all(trajectory.failure is None for trajectory in batch.trajectories)
+                spans = [span for one in batch.trajectories for span in one.segments[0].policy_versions]
+                versions |= {span.version for span in spans}
+                assert max(version - 1 - span.version for span in spans) <= 1
+                assert batch.metrics["agent_loop/staleness/max"] <= 1
+                weights = dict(tiny_model(world.tokenizer.vocab_size, seed=version).named_parameters())
+                manifest = WeightManifest.from_tensors(version, weights.items())
+                await world.pool.update_weights(manifest, lambda weights=weights: iter(weights.items()))
+        counts = stream.counts()
+    finally:
+        await world.pool.shutdown()
+    assert (len(versions) > 1, counts.fates["kept"], world.pool.lost) == (True, 8, {})
+    assert set(world.client.num_in_flight.values()) <= {0}
