@@ -205,13 +205,13 @@ class PoolLife(RuleBasedStateMachine):
     def health(self):
         self.operate(self.pool.health)
 
-    @rule()
-    def turn(self):
-        self.num_turns += 1
-        name = f"turn {self.num_turns}"
-
+    @rule(num=st.integers(1, NUM))
+    def turn(self, num):
         async def begin():
-            self.turns.append(asyncio.create_task(self.client.generate(name, [7], SamplingParams(max_tokens=2))))
+            for _ in range(num):
+                self.num_turns += 1
+                turn = self.client.generate(f"turn {self.num_turns}", [7], SamplingParams(max_tokens=2))
+                self.turns.append(asyncio.create_task(turn))
 
         self.loop.run_until_complete(begin())
         self.run()
@@ -233,6 +233,24 @@ class PoolLife(RuleBasedStateMachine):
         if not answer.done():
             answer.set_exception(error) if error is not None else answer.set_result(None)
         self.run()
+
+    @precondition(lambda self: self.waiting)
+    @rule(step=st.sampled_from(STEPS))
+    def answer_each(self, step):
+        """Let all calls of one kind end."""
+        for _, asked, answer in list(self.waiting):
+            if asked == step and not answer.done():
+                answer.set_result(None)
+        self.run()
+
+    @precondition(lambda self: self.waiting)
+    @rule(rounds=st.integers(1, 4))
+    def answer_all_for_a_while(self, rounds):
+        for _ in range(rounds):
+            for _, _, answer in list(self.waiting):
+                if not answer.done():
+                    answer.set_result(None)
+            self.run()
 
     @rule(place=st.integers(0, 7))
     def die(self, place):
@@ -258,17 +276,23 @@ class PoolLife(RuleBasedStateMachine):
             self.loop.run_until_complete(lose())
             self.run()
 
-    @precondition(lambda self: self.operations)
+    @precondition(lambda self: self.under_way(self.operations))
     @rule(place=st.integers(0, 7))
     def cancel(self, place):
-        self.operations[place % len(self.operations)].cancel()
+        tasks = self.under_way(self.operations)
+        tasks[place % len(tasks)].cancel()
         self.run()
 
-    @precondition(lambda self: self.turns)
+    @precondition(lambda self: self.under_way(self.turns))
     @rule(place=st.integers(0, 7))
     def cancel_turn(self, place):
-        self.turns[place % len(self.turns)].cancel()
+        tasks = self.under_way(self.turns)
+        tasks[place % len(tasks)].cancel()
         self.run()
+
+    @staticmethod
+    def under_way(tasks):
+        return [task for task in tasks if not task.done()]
 
     @invariant()
     def clients_know_those_in_service(self):
@@ -289,6 +313,7 @@ class PoolLife(RuleBasedStateMachine):
             assert len({replica.server.policy_version for replica in serving}) <= 1
             is_resumed = [replica for replica in serving if replica.server.is_paused]
             assert not is_resumed, "a replica that serves is paused"
+            assert not {ReplicaState.SERVING, ReplicaState.ASLEEP} <= set(states.values()), "some sleep and some serve"
 
     @invariant()
     def changes_follow_the_table(self):
@@ -299,6 +324,16 @@ class PoolLife(RuleBasedStateMachine):
                 assert states.setdefault(change.replica, change.before) is change.before
                 assert change.cause
                 states[change.replica] = change.after
+
+    def settle(self):
+        """Let everything end that was begun."""
+        for _ in range(20):
+            self.answer_all()
+            for engine in self.engines:
+                for call in list(engine.calls.values()):
+                    if not call.done():
+                        call.set_result(StopReason.LENGTH)
+            self.run()
 
     def answer_all(self):
         for _ in range(60):
@@ -318,18 +353,12 @@ class PoolLife(RuleBasedStateMachine):
 
     def end(self):
         # Left alone, every operation and every turn comes to an end.
-        self.answer_all()
+        self.settle()
         self.operate(self.pool.wake_up)
-        self.answer_all()
+        self.settle()
         self.version += 1
         self.operate(self.pool.update_weights, WeightManifest(version=self.version, tensors=()), list)
-        for _ in range(20):
-            self.answer_all()
-            for engine in self.engines:
-                for call in list(engine.calls.values()):
-                    if not call.done():
-                        call.set_result(StopReason.LENGTH)
-            self.run()
+        self.settle()
         assert all(operation.done() for operation in self.operations), self.pool.activity().text()
         assert all(turn.done() for turn in self.turns), self.pool.activity().text()
         for turn in (*self.operations, *self.turns):
@@ -353,7 +382,7 @@ class PoolLife(RuleBasedStateMachine):
             assert not asyncio.all_tasks(self.loop)
 
 
-PoolLife.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+PoolLife.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestPoolLife = PoolLife.TestCase
 TestPoolLife.__doc__ = """Whatever happens in whichever order: clients know those in service, these have one policy and are not paused,
 changes follow the table, and in the end nothing is left."""
