@@ -138,7 +138,7 @@ class ToolAgentLoop(AgentLoopBase):
         """
         limit, metrics = self.context.config.max_parallel_calls, episode.metrics
         refused = _beyond(limit, calls)
-        allowed = [call for place, call in enumerate(calls) if place not in refused]
+        allowed = [call for place, call in enumerate(calls) if place not in refused] if refused else calls
         began = time.perf_counter()
         outcomes = await episode.tools.run(allowed) if allowed else []
         metrics.tool_calls += time.perf_counter() - began
@@ -171,11 +171,11 @@ def _ended(episode: Episode, reason: TrajectoryEnd) -> AgentState:
     return AgentState.TERMINATED
 
 
-def _beyond(limit: int, calls: Sequence[ToolCall]) -> list[int]:
+def _beyond(limit: int, calls: Sequence[ToolCall]) -> dict[int, None]:
     """Return the places of the calls that do not run because as many as may run stand before them, in order."""
     if len(calls) <= limit:
-        return []
-    return [place for place, call in enumerate(calls) if call.error is None][limit:]
+        return {}
+    return dict.fromkeys([place for place, call in enumerate(calls) if call.error is None][limit:])
 
 
 def refusal(call: ToolCall, limit: int) -> dict:
