@@ -311,9 +311,9 @@ def main() -> None:
         print(json.dumps(run_large(beyond, options.sessions, options.replicas)))
         return
     began = time.perf_counter()
-    results = [compare("within", within, WAYS), compare("over", beyond, WAYS + CAPPED)]
+    ratios_within, ratios_over = compare("within", within, WAYS), compare("over", beyond, WAYS + CAPPED)
     num_sessions = len(WAYS) * sum(map(len, within.seeds)) + len(WAYS + CAPPED) * sum(map(len, beyond.seeds))
-    print(json.dumps(figures(*results, num_sessions / (time.perf_counter() - began))))
+    print(json.dumps(figures(ratios_within, ratios_over, num_sessions / (time.perf_counter() - began))))
 
 
 if __name__ == "__main__":
