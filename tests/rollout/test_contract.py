@@ -39,10 +39,13 @@ LIES = {
     "a negative id": (answer((-1,)), "token_ids must be .* got \\[-1\\] from replica 0"),
     "an id that no id is": (answer((2**31,)), "token_ids must be .* from 0 to 2"),
     "a fraction": (answer((1.5,)), "token_ids must be"),
+    "a truth value for an id": (answer((5, True)), "token_ids must be"),
     "words": (answer(("a",)), "token_ids must be"),
     "more than was asked for": (answer((1,) * 11), "at most max_tokens \\(10\\), got 11 from replica 0"),
     "a logprob that is no number": (answer((5, 9), [float("nan"), -1.0]), "logprobs must be None or a list of finite"),
     "a missing logprob": (answer((5, 9), [None, -1.0]), "logprobs must be"),
+    "a probability above 1": (answer((5, 9), [-0.5, 0.5]), "finite numbers of at most 0, got \\[-0.5, 0.5\\]"),
+    "a truth value for a logprob": (answer((5, 9), [False, -1.0]), "logprobs must be"),
     "an unknown end": (answer(stop_reason="aborted"), "stop_reason must be a StopReason, got 'aborted'"),
     "no end": (answer(stop_reason=None), "stop_reason must be"),
     "no version": (answer(spans=()), "policy_versions must be PolicySpans, sorted by start, the first at 0"),
@@ -54,6 +57,7 @@ LIES = {
     "a version below 0": (answer(spans=((0, -1),)), "policy_versions must be"),
     "a version without number": (answer(spans=((0, "x"),)), "policy_versions must be"),
     "a count below 0": (answer(num_cached_tokens=-1), "num_cached_tokens must be a number of at least 0, got -1"),
+    "a truth value for a count": (answer(num_preempted=True), "num_preempted must be a number"),
     "a count that is none": (answer(num_preempted=None), "num_preempted must be a number"),
 }
 
@@ -89,3 +93,17 @@ def test_every_token_keeps_its_version_and_none_is_left_without_tokens(steps, ve
     assert [span.version for span, (a, b) in zip(kept, pairwise(bounds), strict=True) for _ in range(a, b)] == meant
     assert kept[0].start == 0
     assert length == 0 or all(a < b for a, b in pairwise(bounds))
+
+
+@pytest.mark.parametrize("stop_reason", list(StopReason))
+def test_nothing_comes_after_a_stop_token(stop_reason):
+    """Tokens after one that ends the turn are a failure, however the answer ended; as the last token it is in its place."""
+    with pytest.raises(ReplicaError, match=r"must end with the first stop token, got tokens after 9 in \[5, 9, 5\]"):
+        checked_output(answer((5, 9, 5), stop_reason=stop_reason), PARAMS, 0)
+    assert checked_output(answer((5, 5, 9), stop_reason=stop_reason), PARAMS, 0).token_ids == [5, 5, 9]
+    assert checked_output(answer((5, 9, 5), stop_reason=stop_reason), SamplingParams(), 0).token_ids == [5, 9, 5]
+
+
+def test_a_certain_token_may_be_rounded():
+    """A logprob that rounding has put a little above 0 is taken as it is."""
+    assert checked_output(answer((5, 9), [1e-6, 0.0]), PARAMS, 0).logprobs == [1e-6, 0.0]

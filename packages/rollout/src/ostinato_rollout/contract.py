@@ -14,6 +14,9 @@ import msgspec
 from ostinato_engines import EngineInputError, PolicySpan, SamplingParams, StopReason, TokenOutput, as_token_output
 from ostinato_rollout.errors import ReplicaError
 
+_ROUNDING = 1e-3
+"""How far above 0 a logprob may come by rounding."""
+
 
 def checked_output(raw: Any, params: SamplingParams, replica: int) -> TokenOutput:
     """Return an answer in the form in which it is recorded.
@@ -47,9 +50,12 @@ def _fault(output: TokenOutput, params: SamplingParams) -> str:
         return f"token_ids must be a list of integers from 0 to 2**31 - 1, got {token_ids!r:.200}"
     if params.max_tokens is not None and len(token_ids) > params.max_tokens:
         return f"token_ids must hold at most max_tokens ({params.max_tokens}), got {len(token_ids)}"
+    if not set(params.stop_token_ids).isdisjoint(token_ids[:-1]):
+        first = next(token for token in token_ids if token in params.stop_token_ids)
+        return f"token_ids must end with the first stop token, got tokens after {first} in {token_ids!r:.200}"
     if logprobs is not None:
-        if not _are_finite(logprobs):
-            return f"logprobs must be None or a list of finite numbers, got {logprobs!r:.200}"
+        if not _are_logprobs(logprobs):
+            return f"logprobs must be None or a list of finite numbers of at most 0, got {logprobs!r:.200}"
         if len(logprobs) != len(token_ids):
             return f"logprobs must be as long as token_ids ({len(token_ids)}), got {len(logprobs)}"
     if not isinstance(output.stop_reason, StopReason):
@@ -68,14 +74,23 @@ def _fault(output: TokenOutput, params: SamplingParams) -> str:
 
 def _are_ids(token_ids: Any) -> bool:
     try:
-        return isinstance(token_ids, list | tuple) and (not token_ids or min(array("i", token_ids)) >= 0)
+        return (
+            isinstance(token_ids, list | tuple)
+            and (not token_ids or min(array("i", token_ids)) >= 0)
+            and bool not in set(map(type, token_ids))
+        )
     except (TypeError, OverflowError):
         return False
 
 
-def _are_finite(logprobs: Any) -> bool:
+def _are_logprobs(logprobs: Any) -> bool:
     try:
-        return isinstance(logprobs, list | tuple) and all(map(math.isfinite, logprobs))
+        return (
+            isinstance(logprobs, list | tuple)
+            and all(map(math.isfinite, logprobs))
+            and max(logprobs, default=0.0) <= _ROUNDING
+            and bool not in set(map(type, logprobs))
+        )
     except (TypeError, OverflowError):
         return False
 
@@ -94,7 +109,7 @@ def _are_spans(spans: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _spans_with_tokens(output: TokenOutput) -> tuple[PolicySpan, ...]:
