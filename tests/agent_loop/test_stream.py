@@ -36,6 +36,7 @@ from ostinato_rollout import (
     SessionInputError,
     StreamOptions,
     StreamState,
+    derive_seed,
 )
 
 DONE = "done<|im_end|>"
@@ -448,6 +449,25 @@ async def test_staleness_is_counted_in_the_versions_of_the_pool(world):
         assert len(world.server.requests) == 2
         await move(3)
         assert len(await stream.take(2)) == 2
+
+
+async def test_a_bounded_stream_labels_its_tasks_with_the_steps_that_it_samples_for(world):
+    """With groups_per_version, tasks say the step and the place in it, as a tracer that takes a few of each step needs them; names and
+    seeds are those of the stream."""
+    world.build([])
+    labels = {}
+    for rows_per_step in (None, 4):
+        worker = Recording()
+        options = StreamOptions(max_staleness=2, groups_per_version=rows_per_step) if rows_per_step else None
+        manager = manager_of(world, [worker], pool=world.pool)
+        async with manager.stream(make_rows(10), n=1, step=6, options=options) as stream:
+            assert len([group async for group in stream]) == 10
+        worker.tasks.sort(key=lambda task: task.row["index"])
+        labels[rows_per_step] = [(task.step, task.sample_index) for task in worker.tasks]
+        assert [(task.trajectory_id, task.seed) for task in worker.tasks] == [
+            (f"train-6-{i}/0", derive_seed(0, 6, i, 0, 0)) for i in range(10)
+        ]
+    assert labels == {None: [(6, i) for i in range(10)], 4: [(6 + i // 4, i % 4) for i in range(10)]}
 
 
 async def test_no_replica_for_a_while_is_no_end_of_a_bounded_stream(world):

@@ -202,7 +202,8 @@ class AgentLoopManager:
             rows: Where rows come from, with or without end; each is checked when it is drawn.
             n: Trajectories per row; None: as configured.
             sampling_params: How to sample; None: as configured. A seed here is replaced.
-            step: Names the stream and decides, with row and number, each trajectory's seed.
+            step: Names the stream and decides, with row and number, each trajectory's seed. Traces are of this step, or with
+                `groups_per_version` of the steps that follow it.
             options: Which groups are made and given out. A trajectory with a failure is a failed run; staleness counts the
                 pool's policy versions, from that which sampled the oldest token of a group.
             keep_group: Says whether a group is given out: True, False, or why not in a few words.
@@ -222,7 +223,7 @@ class AgentLoopManager:
             )
         return TrajectoryStream(
             rows,
-            tasks=TaskMaker(self._config, seed=self._seed, step=step),
+            tasks=TaskMaker(self._config, seed=self._seed, step=step, rows_per_step=options.groups_per_version),
             team=self._team,
             wakefulness=self._wakefulness,
             sampling_params=self._sampling_params(sampling_params, validate=False),

@@ -21,10 +21,21 @@ class TaskMaker:
         seed: Root of the seeds.
         step: The training step.
         validate: Whether they are of a validation; those have seeds and names of their own.
+        rows_per_step: After so many rows of a stream the tasks are labelled with the next step, and places in it; names and
+            seeds know the first step and the place in the stream. None: all are of the one step.
     """
 
-    def __init__(self, config: RolloutConfig, *, seed: int, step: int, validate: bool = False) -> None:
+    def __init__(
+        self,
+        config: RolloutConfig,
+        *,
+        seed: int,
+        step: int,
+        validate: bool = False,
+        rows_per_step: int | None = None,
+    ) -> None:
         self._config, self._seed, self._step, self._validate = config, seed, step, validate
+        self._rows_per_step = rows_per_step
 
     def check(self, index: int, row: Any) -> None:
         """Raise unless a task can be made of the row.
@@ -52,6 +63,7 @@ class TaskMaker:
         """
         group_id = self.group_id(index)
         again = f"+{attempt}" if attempt else ""
+        num_steps, place = (0, index) if self._rows_per_step is None else divmod(index, self._rows_per_step)
         parts = (self._seed, self._step, index, number, int(self._validate), *([attempt] if attempt else []))
         return TrajectoryTask(
             row,
@@ -59,8 +71,8 @@ class TaskMaker:
             group_id,
             f"{group_id}/{number}{again}",
             derive_seed(*parts),
-            step=self._step,
-            sample_index=index,
+            step=self._step + num_steps,
+            sample_index=place,
             rollout_n=number,
             validate=self._validate,
         )

@@ -48,7 +48,7 @@ class TrajectoryTask(msgspec.Struct, frozen=True):
     step: int = 0
     """The training step that it was started for."""
     sample_index: int = 0
-    """Its row's place in the batch or stream."""
+    """Its row's place in the batch or stream, or among the rows of its step."""
     rollout_n: int = 0
     """Its number among the trajectories of its row."""
     validate: bool = False

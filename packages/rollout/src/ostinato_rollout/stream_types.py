@@ -75,8 +75,8 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int | None = None
     """Policy versions that the oldest part of a group may be behind when it is given out; 0: none. None: no bound."""
     groups_per_version: int | None = None
-    """With `max_staleness`: groups that the consumer takes before the version moves. So many prompts are drawn ahead, times
-    `max_staleness` + 1, that groups taken in the order of their prompts keep the bound."""
+    """With `max_staleness`: groups that the consumer takes before the version moves; one that asks for more waits until it has.
+    So many prompts are drawn ahead, times `max_staleness` + 1, that groups taken in the order of their prompts keep the bound."""
     close_timeout_s: float = 300.0
     """Seconds that runs may take to end once they are cancelled."""
 
