@@ -471,7 +471,8 @@ async def test_a_bounded_stream_labels_its_tasks_with_the_steps_that_it_samples_
 
 
 async def test_no_replica_for_a_while_is_no_end_of_a_bounded_stream(world):
-    """While no replica is in service the last version counts; that which nobody has ever told is an error."""
+    """While no replica is in service the last version counts; one that nobody has ever told is an error where it is a bound, and no
+    figure otherwise."""
     manager = world.build(lambda request: DONE, agent="stream_test_gated")
     options = StreamOptions(max_staleness=0, groups_per_version=2)
     stream = manager.stream(endless(), n=1, step=0, options=options)
@@ -481,6 +482,9 @@ async def test_no_replica_for_a_while_is_no_end_of_a_bounded_stream(world):
         with pytest.raises(NoReplicaError):
             manager.stream(endless(), n=1, step=1, options=options)
         assert len(await stream.take(2)) == 2
+        async with manager.stream(make_rows(2), n=1, step=2) as unbounded:
+            batch = await unbounded.take_batch(2)
+        assert (len(batch.trajectories), "agent_loop/staleness/max" in batch.metrics) == (2, False)
     finally:
         ServerPool.servers = original
     await stream.aclose()

@@ -39,7 +39,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True):
     trajectories: list[Trajectory]
     """By number; a failure is in its trajectory."""
     oldest_version: int | None
-    """Of the policies that sampled a part of them; None where staleness has no bound."""
+    """Of the policies that sampled a part of them; None where it is not known."""
 
 
 KeepGroup = Callable[[TrajectoryGroup], bool | str | Awaitable[bool | str]]
@@ -129,10 +129,7 @@ class TrajectoryStream:
         metrics = batch_metrics(trajectories) | self._more_metrics()
         metrics |= {f"agent_loop/groups/{fate}": count for fate, count in counts.fates.items()}
         metrics["agent_loop/groups/reruns"] = counts.num_reruns
-        if self._current_version is not None:
-            version = self._current_version()
-            known = [group.oldest_version for group in groups if group.oldest_version is not None]
-            add_spread(metrics, "agent_loop/staleness", [version - oldest for oldest in known])
+        add_spread(metrics, "agent_loop/staleness", self._staleness(groups))
         return RolloutBatch(trajectories, metrics)
 
     async def aclose(self) -> None:
@@ -152,6 +149,16 @@ class TrajectoryStream:
     def counts(self) -> StreamCounts:
         """Return what has been done so far."""
         return self._groups.counts()
+
+    def _staleness(self, groups: Sequence[TrajectoryGroup]) -> list[int]:
+        """Return how many versions groups are behind, as far as somebody can tell."""
+        if self._current_version is None:
+            return []
+        try:
+            version = self._current_version()
+        except NoReplicaError:
+            return []
+        return [version - group.oldest_version for group in groups if group.oldest_version is not None]
 
     async def _wake(self) -> None:
         if self._is_awake or self._is_closed:
