@@ -21,6 +21,7 @@ import importlib
 import itertools
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -293,8 +294,8 @@ async def sleep(server: VLLMServer, options: argparse.Namespace, model: Any) -> 
     return freed
 
 
-async def run(options: argparse.Namespace, folder: str) -> None:
-    """All parts, with one engine."""
+async def run(options: argparse.Namespace, folder: str) -> int:
+    """All parts, with one engine; how many failed."""
     if options.model is None:
         new_model(options.shape, options.dtype, 0).save_pretrained(folder)
         devices.empty_cache(devices.pick_device("auto"))
@@ -312,6 +313,7 @@ async def run(options: argparse.Namespace, folder: str) -> None:
     start = time.perf_counter()
     await server.start()
     tell({"part": "start", "took_s": round(time.perf_counter() - start, 1), "versions": (await server.health()).detail})
+    num_failed = 0
     try:
         for name in options.parts:
             start = time.perf_counter()
@@ -319,9 +321,11 @@ async def run(options: argparse.Namespace, folder: str) -> None:
                 result = await PARTS[name](server, options, model)
             except Exception as error:  # the other parts are still of interest
                 result = {"failure": f"{type(error).__name__}: {error}"}
+                num_failed += 1
             tell({"part": name, "took_s": round(time.perf_counter() - start, 1), **result})
     finally:
         await server.shutdown()
+    return num_failed
 
 
 PARTS = {"conformance": conformance, "speed": speed, "draw": draw, "update": update, "sleep": sleep}
@@ -363,7 +367,8 @@ def main() -> None:
     parser.add_argument("--engine-args", default="{}", help="JSON, more of vLLM's engine arguments")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        asyncio.run(run(options, str(Path(scratch) / "model")))
+        num_failed = asyncio.run(run(options, str(Path(scratch) / "model")))
+    sys.exit(num_failed > 0)
 
 
 if __name__ == "__main__":
