@@ -205,7 +205,7 @@ async def test_a_run_goes_on_and_ends_whatever_the_backend_does(world, call, sin
     """With a backend that hangs or is down, a batch is the same as without; then everything is counted as dropped."""
     replies = [call(("echo", '{"text": "a"}')), "Done.<|im_end|>"]
     plain = await world.build(replies * 8).generate_sequences([{"raw_prompt": PROMPT}] * 4, n=2, step=0)
-    tracer = Tracer(sink, max_queued_spans=8)
+    tracer = Tracer(sink)
     manager = world.build(replies * 8, tracer=tracer)
     batch = await manager.generate_sequences([{"raw_prompt": PROMPT}] * 4, n=2, step=0)
     for traced, same in zip(batch.trajectories, plain.trajectories, strict=True):
@@ -220,6 +220,20 @@ async def test_a_run_goes_on_and_ends_whatever_the_backend_does(world, call, sin
     assert batch.metrics["trace/written_spans"] == 0.0
     if isinstance(sink, HangingSink):
         sink.go_on.set()
+
+
+async def test_a_full_queue_costs_no_trajectory(world, memory):
+    """Where the queue has no room, trajectories run unrecorded, and are counted; those under way lose spans only."""
+    sink = HangingSink()
+    tracer = Tracer(sink, max_queued_spans=2)
+    world.build(["One.<|im_end|>"] * 30, tracer=tracer)
+    for step in range(3):
+        batch = await world.manager.generate_sequences([{"raw_prompt": PROMPT}] * 10, n=1, step=step)
+        assert batch.metrics["agent_loop/failures"] == 0
+    assert batch.metrics["trace/skipped_trajectories"] >= 20
+    assert batch.metrics["trace/dropped_spans"] > 0
+    await tracer.aclose(0)
+    sink.go_on.set()
 
 
 async def test_settings_alone_make_the_manager_record(world, tmp_path):

@@ -307,7 +307,8 @@ def _labelled(index):
 
 
 def test_a_full_queue_drops_and_counts(caplog):
-    """Spans beyond the queue's bound are dropped at once, counted, and said once; the trajectory's root says how many were its own."""
+    """Spans beyond the queue's bound are dropped at once, counted, and said once; the trajectory's root says how many were its own.
+    A trajectory that begins while the queue is full is not recorded at all, and counted."""
     sink = HangingSink()
     with recording(sink, max_queued_spans=4) as (tracer, _), caplog.at_level(logging.WARNING):
         offer(tracer)
@@ -315,7 +316,12 @@ def test_a_full_queue_drops_and_counts(caplog):
         trace = offer(tracer, 10)
         assert tracer.stats.dropped == 6
         assert sum("drops spans" in record.message for record in caplog.records) == 1
-        assert tracer.metrics() == {"trace/written_spans": 0.0, "trace/dropped_spans": 6.0}
+        assert tracer.trajectory(LABELS) is None
+        assert tracer.metrics() == {
+            "trace/written_spans": 0.0,
+            "trace/dropped_spans": 6.0,
+            "trace/skipped_trajectories": 1.0,
+        }
         sink.go_on.set()
         assert tracer.flush(DEADLINE_S)
         trace.end({}, {})
@@ -385,8 +391,7 @@ def test_every_span_is_counted_once_whatever_the_backend_does():
     """Written and dropped spans add up to those that were offered, for any mix of failures and a queue that is too small."""
     for failures in (0, 1, 3, 4, None):
         with recording(FailingSink(failures), max_queued_spans=3) as (tracer, sink):
-            for _ in range(20):
-                offer(tracer)
+            offer(tracer, 20)
             stats = tracer.close(DEADLINE_S)
             assert stats.written + stats.dropped == 20
             assert stats.written == len(sink.spans)

@@ -8,7 +8,8 @@ from ostinato_rollout.tracing.config import TraceBackend, TraceConfig
 from ostinato_rollout.tracing.jsonl import JsonlSink, read_spans
 from ostinato_rollout.tracing.opening import completed, make_tracer
 from ostinato_rollout.tracing.span import Span, SpanError, SpanKind, SpanSink, TrajectoryLabels
-from ostinato_rollout.tracing.tracer import Decoder, Tracer, TracerStats
+from ostinato_rollout.tracing.span_queue import TracerStats
+from ostinato_rollout.tracing.tracer import Decoder, Tracer
 from ostinato_rollout.tracing.trajectory_trace import TrajectoryTrace
 
 __all__ = [

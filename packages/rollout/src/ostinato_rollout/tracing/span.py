@@ -55,7 +55,7 @@ class TrajectoryLabels(msgspec.Struct, frozen=True, kw_only=True):
     """The agent's name."""
 
 
-class Span(msgspec.Struct, frozen=True, kw_only=True):
+class Span(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One thing that was done. Times are nanoseconds since 1970; within a process no clock adjustment moves them."""
 
     trace_id: str
@@ -102,11 +102,14 @@ class SpanSink(Protocol):
         ...
 
 
-def new_trace_id() -> str:
-    """Draw the id of a trajectory's spans."""
-    return secrets.token_hex(16)
+class SpanIds:
+    """Draws the ids of one trajectory: its trace's at random, and from a random one on those of its spans."""
 
+    def __init__(self) -> None:
+        self.trace_id = secrets.token_hex(16)
+        self._last = secrets.randbits(63)
 
-def new_span_id() -> str:
-    """Draw the id of a span."""
-    return secrets.token_hex(8)
+    def next(self) -> str:
+        """Return another span's id."""
+        self._last += 1
+        return f"{self._last:016x}"

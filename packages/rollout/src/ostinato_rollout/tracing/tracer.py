@@ -15,7 +15,7 @@ from typing import Final, Protocol
 import msgspec
 
 from ostinato_rollout.tracing.span import Span, SpanKind, SpanSink, TrajectoryLabels
-from ostinato_rollout.tracing.span_queue import SpanQueue
+from ostinato_rollout.tracing.span_queue import SpanQueue, TracerStats
 from ostinato_rollout.tracing.trajectory_trace import TrajectoryTrace
 from ostinato_rollout.tracing.values import storable, storable_text
 
@@ -36,17 +36,6 @@ class Decoder(Protocol):
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""
         ...
-
-
-class TracerStats(msgspec.Struct, frozen=True):
-    """What became of the spans so far."""
-
-    written: int = 0
-    """Spans that the backend took."""
-    dropped: int = 0
-    """Spans that it did not get or did not take."""
-    waiting: int = 0
-    """Spans that wait, or are being written."""
 
 
 class Tracer:
@@ -78,9 +67,7 @@ class Tracer:
         self._max_samples_per_step, self._rows_per_step = max_samples_per_step, rows_per_step
         self._shutdown_timeout_s = shutdown_timeout_s
         self._queue = SpanQueue(max_queued_spans)
-        self._counting = threading.Condition()
-        self._offered = self._written = self._dropped = 0
-        self._warned_full = self._warned_broken = self._is_closed = False
+        self._warned_full = self._warned_broken = False
         self._closing, self._abandoned = threading.Event(), threading.Event()
         self._epoch_ns = time.time_ns() - time.perf_counter_ns()
         self._thread = threading.Thread(target=self._run, name="ostinato-tracer", daemon=True)
@@ -93,8 +80,13 @@ class Tracer:
         await self.aclose()
 
     def trajectory(self, labels: TrajectoryLabels) -> TrajectoryTrace | None:
-        """Begin to record a trajectory; None: its row is not among those that are recorded, or the tracer is closed."""
+        """Begin to record a trajectory; None: its row is not among those that are recorded, the tracer is closed, or there is
+        no room: while the backend hangs, a run costs nothing more."""
         if self._closing.is_set() or not self._is_chosen(labels):
+            return None
+        if self._queue.is_full:
+            self._queue.skip()
+            self._warn_full()
             return None
         return TrajectoryTrace(self, labels)
 
@@ -111,35 +103,46 @@ class Tracer:
         """Nanoseconds since 1970, on a clock that nobody adjusts."""
         return self._epoch_ns + time.perf_counter_ns()
 
+    def has_room(self) -> bool:
+        """Whether a span would be taken now; one that is not worth making is counted as dropped."""
+        if not self._queue.is_full:
+            return True
+        self._queue.refuse()
+        self._warn_full()
+        return False
+
     def put(self, span: Span, *, size: int = 0) -> bool:
         """Take a span of so many tokens and characters, without waiting; False: it was dropped."""
-        with self._counting:
-            taken = self._queue.put(span, size)
-            self._offered += 1
-            self._dropped += not taken
-        if not taken and not self._warned_full and not self._closing.is_set():
+        taken = self._queue.put(span, size)
+        if not taken:
+            self._warn_full()
+        return taken
+
+    def _warn_full(self) -> None:
+        if not self._warned_full and not self._closing.is_set():
             self._warned_full = True
             logger.warning(
                 "the tracer drops spans, since its backend does not keep up; lower max_samples_per_step_per_worker, or look at"
                 " the backend"
             )
-        return taken
 
     @property
     def stats(self) -> TracerStats:
         """What became of the spans so far."""
-        with self._counting:
-            return TracerStats(self._written, self._dropped, self._offered - self._written - self._dropped)
+        return self._queue.stats
 
     def metrics(self) -> dict[str, float]:
         """The counts since the tracer began, under their metric names."""
         stats = self.stats
-        return {"trace/written_spans": float(stats.written), "trace/dropped_spans": float(stats.dropped)}
+        return {
+            "trace/written_spans": float(stats.written),
+            "trace/dropped_spans": float(stats.dropped),
+            "trace/skipped_trajectories": float(stats.skipped_trajectories),
+        }
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all spans so far are written or dropped; False: the time did not suffice."""
-        with self._counting:
-            return self._counting.wait_for(lambda: self._offered == self._written + self._dropped, timeout_s)
+        return self._queue.wait_until_empty(timeout_s)
 
     async def aclose(self, timeout_s: float | None = None) -> TracerStats:
         """`close`, without holding the event loop up; if it is cancelled, what waits is dropped."""
@@ -164,13 +167,15 @@ class Tracer:
         while self._thread.is_alive() and not self._abandoned.is_set() and time.monotonic() < deadline:
             self._thread.join(min(_JOIN_S, max(0.0, deadline - time.monotonic())))
         self._abandoned.set()
-        with self._counting:
-            was_closed, self._is_closed = self._is_closed, True
-            self._dropped = self._offered - self._written
-            self._counting.notify_all()
+        is_first = self._queue.settle()
         stats = self.stats
-        if stats.dropped and not was_closed:
-            logger.warning("the tracer dropped %d of %d spans", stats.dropped, stats.dropped + stats.written)
+        if is_first and (stats.dropped or stats.skipped_trajectories):
+            logger.warning(
+                "the tracer dropped %d of %d spans, and did not record %d trajectories",
+                stats.dropped,
+                stats.dropped + stats.written,
+                stats.skipped_trajectories,
+            )
         return stats
 
     def _run(self) -> None:
@@ -208,18 +213,11 @@ class Tracer:
                     self._rest(pause_s)
                     pause_s = min(10 * pause_s, _LONGEST_PAUSE_S)
             else:
-                self._count(written=len(spans))
+                self._queue.count(written=len(spans))
                 return True
-        self._count(dropped=len(spans))
+        self._queue.count(dropped=len(spans))
         self._rest(pause_s)
         return is_open
-
-    def _count(self, *, written: int = 0, dropped: int = 0) -> None:
-        with self._counting:
-            if not self._abandoned.is_set():  # else they are counted already
-                self._written += written
-                self._dropped += dropped
-                self._counting.notify_all()
 
     def _rest(self, seconds: float) -> None:
         """Sleep, unless the tracer is closed: then there is no time to lose and no run to slow down."""
@@ -231,7 +229,7 @@ class Tracer:
             return self._storable(span)
         except Exception:  # a value of a foreign class, of which more can go wrong than is foreseen
             logger.exception("the span %r of trace %s cannot be recorded", span.name, span.trace_id)
-            self._count(dropped=1)
+            self._queue.count(dropped=1)
             return None
 
     def _storable(self, span: Span) -> Span:

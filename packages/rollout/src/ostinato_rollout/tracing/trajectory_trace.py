@@ -13,10 +13,9 @@ from ostinato_engines import SamplingParams, TokenOutput
 from ostinato_rollout.tracing.span import (
     Span,
     SpanError,
+    SpanIds,
     SpanKind,
     TrajectoryLabels,
-    new_span_id,
-    new_trace_id,
 )
 from ostinato_rollout.types import Reply
 from ostinato_tools import OutcomeKind, ToolCall, ToolOutcome
@@ -34,10 +33,11 @@ class TrajectoryTrace:
     """
 
     def __init__(self, tracer: Tracer, labels: TrajectoryLabels) -> None:
-        self.trace_id = new_trace_id()
+        self._ids = SpanIds()
+        self.trace_id = self._ids.trace_id
         self.labels = labels
         self._tracer = tracer
-        self._root_id = new_span_id()
+        self._root_id = self._ids.next()
         self._start_ns = tracer.now_ns()
         self._num_dropped = 0
         self._is_ended = False
@@ -96,7 +96,7 @@ class TrajectoryTrace:
             outputs=outputs,
             attributes={"tool": call.name, "tool_call_id": call.id, **attributes},
             error=error,
-            size=len(call.raw_arguments) + len(str(outputs.get("answer", ""))),
+            size=len(call.raw_arguments) + len(outputs.get("answer") or ""),
         )
 
     def reward(self, start_ns: int, outputs: dict[str, Any], *, source: str, error: SpanError | None = None) -> None:
@@ -137,10 +137,13 @@ class TrajectoryTrace:
         """Record something that began at `start_ns` and ends now; `size` estimates its tokens and characters."""
         if self._is_ended:
             return
+        if not self._tracer.has_room():
+            self._num_dropped += 1
+            return
         is_root = kind is SpanKind.LOOP
         span = Span(
             trace_id=self.trace_id,
-            span_id=self._root_id if is_root else new_span_id(),
+            span_id=self._root_id if is_root else self._ids.next(),
             parent_id=None if is_root else self._root_id,
             kind=kind,
             name=name,
