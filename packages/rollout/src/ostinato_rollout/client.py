@@ -22,7 +22,8 @@ from ostinato_rollout.diagnostics import ago, log_dump, register
 from ostinato_rollout.errors import NoReplicaError, ReplicaError, RequestTimeoutError, RolloutError, SessionInputError
 from ostinato_rollout.gate import Gate
 from ostinato_rollout.placement import Placement
-from ostinato_rollout.replica_calls import free_at, is_gone, leave
+from ostinato_rollout.releasing import end_conversation
+from ostinato_rollout.replica_calls import is_gone, leave
 from ostinato_rollout.resumption import PartialGeneration
 from ostinato_rollout.routing import BalancedTokens, ReplicaPolicy
 
@@ -390,52 +391,19 @@ class LLMServerClient:
         if conversation is None or conversation.is_released:
             return
         conversation.is_released = True
+        limit_s = min(self._timeout_s, _RELEASE_TIMEOUT_S)
         if conversation.replica is None:
             self._placement.admission.refuse(conversation, conversation.released())
         try:
-            await self._end(conversation)
+            await end_conversation(conversation, self._placement, limit_s)
         except asyncio.CancelledError:
             # Its replicas are told all the same.
-            ending = asyncio.ensure_future(self._end(conversation))
+            ending = asyncio.ensure_future(end_conversation(conversation, self._placement, limit_s))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
             raise
         finally:
             self._placement.close(conversation)
-
-    async def _end(self, conversation: Conversation) -> None:
-        """Give up a conversation's turn, and tell the replicas in service that served it, within the deadline."""
-        limit_s = min(self._timeout_s, _RELEASE_TIMEOUT_S)
-        deadline = asyncio.timeout(limit_s)
-        try:
-            async with deadline:
-                if conversation.is_under_way:
-                    await conversation.interrupt()
-                conversation.enter(Stage.RELEASING)
-                current = self._conversations.get(conversation.request_id, conversation)
-                if current is conversation:
-                    conversation.visited &= self._placement.servers.keys()
-                    await self._free(conversation)
-                else:
-                    current.visited |= conversation.visited  # whoever goes on under the name will release it
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            replicas = ", ".join(map(str, sorted(conversation.visited))) or "None"
-            log_dump(
-                f"replica {replicas} must release request {conversation.request_id!r} within {limit_s:g} s, got no answer"
-                f" since {ago(conversation.since)}; look at its log"
-            )
-
-    async def _free(self, conversation: Conversation) -> None:
-        servers = self._placement.servers
-        if len(conversation.visited) == 1:
-            (replica,) = conversation.visited
-            await free_at(replica, servers[replica], conversation)
-        elif conversation.visited:
-            await asyncio.gather(
-                *(free_at(replica, servers[replica], conversation) for replica in conversation.visited)
-            )
 
     def _overdue(self, message: str) -> RequestTimeoutError:
         """Build the error of a wait that has passed its deadline, and log what everybody is doing."""
