@@ -446,3 +446,21 @@ def test_only_control_tokens_can_be_trusted(strings):
     """A string that is no control token, or one string in place of several, is an error that names it."""
     with pytest.raises(VocabularyError, match="trusted_control_text must hold control tokens"):
         ContinuousTokens(sample_chat_tokenizer("byte_level", "tools"), trusted_control_text=strings)
+
+
+@pytest.mark.parametrize(
+    "options", ["", "indent=0", "indent=2", "sort_keys=true", "separators=(',', ':')", "ensure_ascii=true"]
+)
+def test_json_is_written_as_the_template_asks(options):
+    """`tojson` with any of its options writes what `json.dumps` does; without any, no character is escaped."""
+    tokenizer = ChatTokenizer(tiny_tokenizer(), "{{ tools | tojson(" + options + ") }}")
+    tools = [{"b": 1, "a": "é<&>'", "c": [True, None, 1.5]}]
+    expected = {
+        "": json.dumps(tools, ensure_ascii=False),
+        "indent=0": json.dumps(tools, ensure_ascii=False, indent=0),
+        "indent=2": json.dumps(tools, ensure_ascii=False, indent=2),
+        "sort_keys=true": json.dumps(tools, ensure_ascii=False, sort_keys=True),
+        "separators=(',', ':')": json.dumps(tools, ensure_ascii=False, separators=(",", ":")),
+        "ensure_ascii=true": json.dumps(tools),
+    }
+    assert tokenizer.render([USER], tools, add_generation_prompt=False) == expected[options]

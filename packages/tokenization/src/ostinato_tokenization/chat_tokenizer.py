@@ -7,6 +7,7 @@ those of the tokenizer on the rendered conversation. It knows nothing of ledgers
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -371,6 +372,10 @@ class ChatTokenizer:
     def find_control(self, text: str) -> list[tuple[int, str]]:
         """Offsets and strings of the control strings in rendered text, in order."""
         return [(match.start(), match.group()) for match in self._given.pattern.finditer(text)]
+
+    def next_control(self, text: str, start: int) -> re.Match[str] | None:
+        """The first control string in rendered text, not before `start`."""
+        return self._given.pattern.search(text, start)
 
     def starts_with_control(self, text: str) -> bool:
         """Whether rendered text begins with a control string."""

@@ -39,6 +39,10 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+_plain_json = json.JSONEncoder(ensure_ascii=False).encode
+"""As `json.dumps` with these settings, which would make an encoder for every call."""
+
+
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -52,6 +56,8 @@ def _to_json(
 ) -> str:
     if isinstance(value, RawArguments):
         return value.text
+    if indent is None and separators is None and not ensure_ascii and not sort_keys:
+        return _plain_json(value)
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     return _ESCAPED_MASK.sub(_unescape, text) if ensure_ascii else text
 
