@@ -7,9 +7,12 @@ a turn run, with the same outcomes, rewards and limits. Knows no model.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
 from langchain_core.runnables import RunnableConfig
@@ -26,13 +29,15 @@ from ostinato_agent_loop.tool_agent import NOT_RUN, explain, refusal
 from ostinato_tools import OutcomeKind, ToolCall, TrajectoryTools
 
 
-class _Entry:
-    """The reward of one call, at its place: turn and position, or behind all turns."""
+class _Place(NamedTuple):
+    """Where a call stands among all; in this order rewards are told."""
 
-    __slots__ = ("place", "reward", "turn")
-
-    def __init__(self, turn: int | None, place: int) -> None:
-        self.turn, self.place, self.reward = turn, place, 0.0
+    turn: float
+    """The turn that made it; infinite: none did."""
+    position: int
+    """Its place there."""
+    may_run: bool
+    """Whether it is within the turn's limit."""
 
 
 class GraphTools:
@@ -49,8 +54,9 @@ class GraphTools:
     ) -> None:
         self._tools, self._config, self._finish = tools, config, finish
         self._malformed_in_a_row = 0
-        self._places: dict[str, tuple[int, int, bool]] = {}  # of a call: its turn, its place there, whether it may run
-        self._entries: list[_Entry] = []
+        self._places: dict[str, _Place] = {}  # by the call's id
+        self._num_outside = 0  # calls that no turn made
+        self._rewards: list[tuple[_Place, float]] = []
         self.metrics = AgentLoopMetrics()
         """Seconds and outcomes of calls."""
 
@@ -61,17 +67,14 @@ class GraphTools:
 
     @property
     def tool_rewards(self) -> list[float]:
-        """One for each call that was answered, in the order of turns and calls; those that no turn made come last."""
-        return [entry.reward for entry in self._sorted()]
+        """One for each call that ran, in the order of turns and calls; those that no turn made come last."""
+        return [reward for _, reward in sorted(self._rewards)]
 
     @property
     def turn_scores(self) -> list[float]:
-        """One for each turn with calls that were answered: the sum of their rewards."""
-        scores: dict[int, float] = {}
-        for entry in self._sorted():
-            if entry.turn is not None:
-                scores[entry.turn] = scores.get(entry.turn, 0.0) + entry.reward
-        return list(scores.values())
+        """One for each turn with calls that ran: the sum of their rewards."""
+        of_turns = [(place.turn, reward) for place, reward in sorted(self._rewards) if place.turn != math.inf]
+        return [sum(reward for _, reward in turn) for _, turn in groupby(of_turns, key=itemgetter(0))]
 
     def expect(self, turn: GraphTurn) -> None:
         """Take note of the calls that a turn makes. A malformed call runs nothing, and so takes no other call's place."""
@@ -80,13 +83,10 @@ class GraphTools:
             self.metrics.count_calls([NOT_RUN] * len(calls))
             return
         num_readable = 0
-        for place, call in enumerate(calls):
+        for position, call in enumerate(calls):
             num_readable += call.error is None
-            self._places[call.id] = (
-                turn.number,
-                place,
-                call.error is not None or num_readable <= self._config.max_parallel_calls,
-            )
+            may_run = call.error is not None or num_readable <= self._config.max_parallel_calls
+            self._places[call.id] = _Place(turn.number, position, may_run)
 
     async def answer(self, message: AIMessage) -> list[BaseMessage]:
         """Answer a turn as `tool_agent` does: run its calls, and say what could not be read. Too many turns in a row that
@@ -105,32 +105,26 @@ class GraphTools:
 
     async def run(self, calls: Sequence[ToolCall]) -> list[dict]:
         """Answer calls: run them, or say why not; return the messages in the order in which the turn made the calls."""
-        calls = sorted(calls, key=lambda call: self._places.get(call.id, (0, len(calls)))[1])
+        placed = sorted(((self._place_of(call), call) for call in calls), key=itemgetter(0))
+        running = [(place, call) for place, call in placed if place.may_run]
         began = time.perf_counter()
-        allowed = [self._places[call.id][2] if call.id in self._places else True for call in calls]
-        entries = [self._entry(call) for call, runs in zip(calls, allowed, strict=True) if runs]
-        running = [call for call, runs in zip(calls, allowed, strict=True) if runs]
-        outcomes = await self._tools.run(running) if running else []
+        outcomes = await self._tools.run([call for _, call in running]) if running else []
         self.metrics.tool_calls += time.perf_counter() - began
-        self.metrics.count_calls([outcome.kind.value for outcome in outcomes] + [NOT_RUN] * allowed.count(False))
-        for entry, outcome in zip(entries, outcomes, strict=True):
-            entry.reward = outcome.reward
+        num_refused = len(placed) - len(running)
+        self.metrics.count_calls([outcome.kind.value for outcome in outcomes] + [NOT_RUN] * num_refused)
+        self._rewards += [(place, outcome.reward) for (place, _), outcome in zip(running, outcomes, strict=True)]
         if any(outcome.terminate for outcome in outcomes):
             self._finish(TrajectoryEnd.TOOL_TERMINATED)
         answers = iter([_with_status(outcome.message, outcome.kind) for outcome in outcomes])
-        return [
-            next(answers) if runs else _with_status(refusal(call, self._config.max_parallel_calls), None)
-            for call, runs in zip(calls, allowed, strict=True)
-        ]
+        limit = self._config.max_parallel_calls
+        return [next(answers) if place.may_run else _with_status(refusal(call, limit), None) for place, call in placed]
 
-    def _entry(self, call: ToolCall) -> _Entry:
-        turn, place = self._places[call.id][:2] if call.id in self._places else (None, 0)
-        entry = _Entry(turn, place)
-        self._entries.append(entry)
-        return entry
-
-    def _sorted(self) -> list[_Entry]:
-        return sorted(self._entries, key=lambda entry: (entry.turn is None, entry.turn or 0, entry.place))
+    def _place_of(self, call: ToolCall) -> _Place:
+        known = self._places.get(call.id)
+        if known is None:
+            self._num_outside += 1
+            return _Place(math.inf, self._num_outside, True)
+        return known
 
 
 def _with_status(message: dict, kind: OutcomeKind | None) -> dict:
