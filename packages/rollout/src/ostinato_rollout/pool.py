@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
 
-from ostinato_engines import AsyncServerBase, Health, PauseMode, UnsupportedError, WeightManifest
-from ostinato_engines.engine_status import SLEEP_TAGS, check_level, checked_tags
+from ostinato_engines import AsyncServerBase, Health, PauseMode, WeightManifest
+from ostinato_engines.engine_status import check_level, checked_tags
 from ostinato_rollout.activity import PoolActivity
 from ostinato_rollout.client import LLMServerClient
 from ostinato_rollout.config import AdmissionConfig
-from ostinato_rollout.conversation import num_cancellations
 from ostinato_rollout.decision_log import DecisionLog
 from ostinato_rollout.diagnostics import register
 from ostinato_rollout.draining import drain
 from ostinato_rollout.errors import NoReplicaError, ReplicaError, SessionInputError, SessionStateError
+from ostinato_rollout.exclusive import Exclusive
 from ostinato_rollout.failure import Failure, FailureKind
 from ostinato_rollout.fleet import Fleet, Follower
 from ostinato_rollout.health_watch import watch
@@ -30,11 +29,11 @@ from ostinato_rollout.replica_state import Replica, ReplicaState, Transition
 from ostinato_rollout.restarts import RestartBudget, RestartPolicy
 from ostinato_rollout.revival import MakeServer, Revival
 from ostinato_rollout.routing import ReplicaPolicy
+from ostinato_rollout.sleeping import put_to_sleep, wake
 from ostinato_rollout.weight_sync import MakeWeights, WeightSync
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 _S = ReplicaState
 
 
@@ -91,11 +90,11 @@ class ServerPool:
         self._make_server = make_server if policy.max_restarts and policy.max_pool_restarts else None
         self._fleet = Fleet(servers, restarts=self._make_server is not None, no_replica_timeout_s=no_replica_timeout_s)
         self._operations = PoolOperations()
-        self._alone = asyncio.Lock()
+        self._exclusive = Exclusive()
         self._revival = Revival(
             self._fleet,
             self._operations,
-            self._alone,
+            self._exclusive.lock,
             make_server=self._make_server,
             budget=RestartBudget(policy, seed),
             timeout_s=timeout_s,
@@ -109,7 +108,6 @@ class ServerPool:
         )
         self._health_interval_s, self._health_timeout_s = health_interval_s, health_timeout_s
         self._watching: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping: asyncio.Task[None] | None = None
         register(self)
 
@@ -203,7 +201,7 @@ class ServerPool:
         them down.
         """
         try:
-            await self._run_alone("start", self._start)
+            await self._exclusive.run("start", self._start)
         except SessionStateError:
             raise
         except BaseException:
@@ -263,7 +261,7 @@ class ServerPool:
 
     async def _stop(self) -> None:
         fleet = self._fleet
-        tasks = [*([] if self._watching is None else [self._watching]), *self._tasks, *self._revival.tasks]
+        tasks = [*([] if self._watching is None else [self._watching]), *self._exclusive.close(), *self._revival.tasks]
         for task in tasks:
             task.cancel()  # at once: none of them changes a state any more
         for replica in fleet.replicas:
@@ -287,20 +285,7 @@ class ServerPool:
             NoReplicaError: None is there, and none comes.
         """
         awake = checked_tags(tags)
-
-        async def wake(replica: Replica) -> None:
-            await replica.server.wake_up(tags)
-
-        async def work() -> None:
-            await self._or_take_out("wake up", self._fleet.live(), wake)
-            self._fleet.sleeping -= awake
-            if not self._fleet.sleeping:
-                for replica in self._fleet.in_service():
-                    if replica.state in (_S.ASLEEP, _S.NEW):
-                        self._fleet.move(replica, _S.SERVING, "it is awake")
-            self._fleet.changed()
-
-        await self._run_alone("wake up", work)
+        await self._exclusive.run("wake up", lambda: wake(self._fleet, self._or_take_out, awake, tags))
         await self._fleet.any_live("wake up")
 
     async def sleep(self, level: int = 1) -> None:
@@ -312,24 +297,7 @@ class ServerPool:
             NoReplicaError: None is there, and none comes.
         """
         check_level(level)
-
-        async def rest(replica: Replica) -> None:
-            try:
-                await replica.server.sleep(level)
-            except UnsupportedError as error:
-                if replica.state is _S.ASLEEP:
-                    self._fleet.move(replica, _S.SERVING, f"it stays awake: {error}")
-
-        async def work() -> None:
-            self._fleet.sleeping |= set(SLEEP_TAGS[:level])
-            for replica in self._fleet.in_service():
-                if replica.state is not _S.ASLEEP:
-                    self._fleet.move(replica, _S.ASLEEP, f"the pool sleeps at level {level}")
-            await self._or_take_out("go to sleep", self._fleet.live(), rest)
-            if self.servers and not any(replica.state is _S.ASLEEP for replica in self._fleet.in_service()):
-                self._fleet.sleeping.clear()  # none of them ever sleeps
-
-        await self._run_alone("go to sleep", work)
+        await self._exclusive.run("go to sleep", lambda: put_to_sleep(self._fleet, self._or_take_out, level))
         if not self._fleet.live() and not self._fleet.is_one_coming():
             raise self._fleet.no_replica("go to sleep")
 
@@ -389,7 +357,7 @@ class ServerPool:
 
         while not is_done:
             await self._fleet.any_live(purpose)
-            await self._run_alone(purpose, work)
+            await self._exclusive.run(purpose, work)
 
     async def withdraw_weights(self) -> None:
         """End what `replayable` allowed, as before the weights change: no call of `make_weights` is under way afterwards."""
@@ -414,7 +382,7 @@ class ServerPool:
         async def work() -> None:
             await drain(self._fleet, drained, self._take_out, timeout_s=timeout_s)
 
-        await self._run_alone("drain a replica", work)
+        await self._exclusive.run("drain a replica", work)
 
     async def replace(self, replica: int, *, drain_timeout_s: float = 600.0) -> None:
         """Drain a replica, shut it down, and put a new one with the current weights into its place.
@@ -488,34 +456,3 @@ class ServerPool:
             replica, server = asked[index]
             if replica.server is server:
                 self._take_out(replica, purpose, error)
-
-    async def _run_alone(self, purpose: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Run `work` when the operation before it has ended; a caller who is cancelled waits until `work` has tidied up."""
-        if self._stopping is not None:
-            raise SessionStateError(f"the pool must be running to {purpose}, got one that is shut down; make a new one")
-
-        async def run() -> T:
-            async with self._alone:
-                return await work()
-
-        task = asyncio.get_running_loop().create_task(run())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled() and not num_cancellations():
-                raise SessionStateError(
-                    f"the pool must not be shut down while replicas have to {purpose}, got a shutdown; await that first"
-                ) from None
-            await _ended(task)
-            raise
-
-
-async def _ended(task: asyncio.Task[Any]) -> None:
-    """Cancel a task and wait for what it tidies up; whoever does not wait leaves it to that."""
-    if not task.done():
-        task.cancel()
-        await asyncio.wait([task])
-    if not task.cancelled():
-        task.exception()
