@@ -22,10 +22,12 @@ from ostinato_engines import (
     WeightManifest,
 )
 from ostinato_rollout import (
+    AdmissionConfig,
     ChatSession,
     NoReplicaError,
     ReplicaError,
     ReplicaState,
+    RequestTimeoutError,
     RestartPolicy,
     ServerPool,
     SessionBudget,
@@ -115,8 +117,8 @@ class Engine(AsyncServerBase):
         self.paused = True
         if mode is PauseMode.ABORT:
             await self.abort()
-        while mode is PauseMode.WAIT and self.calls:
-            await asyncio.sleep(0.001)
+        if mode is PauseMode.WAIT:
+            await until(lambda: not self.calls)
 
     async def resume(self):
         await self._do("resume")
@@ -182,7 +184,7 @@ async def started():
 async def until(condition):
     """Wait until something holds."""
     async with asyncio.timeout(20):
-        while not condition():
+        while not condition():  # noqa: ASYNC110  the pool has no event for everything that a test looks at
             await asyncio.sleep(0.001)
 
 
@@ -437,7 +439,7 @@ async def test_turns_go_through_an_update(started, mode, options, expected):
     await updating
     output = await turn
     assert output.token_ids == expected
-    spans = [span for span in output.policy_versions]
+    spans = output.policy_versions
     assert [spans[[span.start <= place for span in spans].count(True) - 1].version for place in range(4)] == expected
     assert (await late).token_ids == [1] * 4
     assert not engine.paused
@@ -521,6 +523,18 @@ async def test_a_replica_lost_in_sleep_is_started_when_the_pool_wakes(started):
     await pool.wake_up()
     assert (await turn).token_ids == [0] * 4
     await until(lambda: serving(pool) == [0, 1])
+
+
+async def test_weights_that_come_while_all_that_sleep_are_lost_are_taken_at_waking(started):
+    """Nobody waits for an engine that must not start yet: it takes the weights, which can be had again, once the pool wakes."""
+    pool, (engine,), factory = await started(1)
+    await pool.sleep()
+    pool.take_out(engine, failure_of("it died"))
+    await pool.update_weights(manifest(4), list, replayable=True)
+    assert not factory.made
+    await pool.wake_up()
+    await until(lambda: serving(pool) == [0])
+    assert pool.policy_version == 4
 
 
 async def test_a_pool_that_falls_asleep_during_a_start_ends_it_and_starts_anew(started):
@@ -655,9 +669,44 @@ async def test_a_replica_that_was_given_up_can_be_replaced(started):
     assert serving(pool) == [0]
 
 
+async def test_a_replica_that_waits_or_is_under_repair_is_not_replaced(started):
+    """One that waits for weights, is drained by somebody, is being replaced, or is of a pool that is shut down, is refused."""
+    pool, engines, _ = await started(2)
+    await pool.update_weights(manifest(1), list)
+    pool.take_out(engines[0], failure_of("it died"))
+    await until(lambda: pool.states[0] is ReplicaState.WAITING_FOR_WEIGHTS)
+    with pytest.raises(SessionStateError, match="waiting for weights"):
+        await pool.replace(0)
+    engines[1].gate.clear()
+    (turn,) = await under_way(pool.client(), [engines[1]], "a")
+    replacing = asyncio.create_task(pool.replace(1))
+    await until(lambda: pool.states[1] is ReplicaState.DRAINING)
+    with pytest.raises(SessionStateError, match="draining"):
+        await pool.replace(1)
+    engines[1].gate.set()
+    assert (await turn).token_ids == [1] * 4
+    await replacing
+    await pool.shutdown()
+    with pytest.raises(SessionStateError, match="stopped"):
+        await pool.replace(1)
+
+
+async def test_what_is_held_back_tells_why(started):
+    """A turn and a conversation that wait too long for a pool that is asleep say that it is."""
+    pool, _, _ = await started(1)
+    client = pool.client(timeout_s=0.05, admission=AdmissionConfig(timeout_s=0.05))
+    await client.generate("a", [7], PARAMS)
+    await pool.sleep()
+    with pytest.raises(RequestTimeoutError, match=r"waits until replicas go on \(replicas are asleep\)"):
+        await client.generate("a", [7], PARAMS)
+    with pytest.raises(RequestTimeoutError, match="replicas are asleep"):
+        await client.generate("b", [7], PARAMS)
+    assert client.num_sticky == 1
+
+
 async def test_what_cannot_be_drained_or_replaced_is_refused(started):
     """An index that is none, a pool that makes no servers, and a pool that is shut down are errors that say so."""
-    pool, engines, _ = await started(1, make=False)
+    pool, _, _ = await started(1, make=False)
     for index in (1, -1, True, "0"):
         with pytest.raises(SessionInputError, match="replica must be an index"):
             await pool.drain(index)
@@ -739,7 +788,7 @@ async def test_a_session_goes_through_the_loss_of_its_replica_as_one_conversatio
 async def test_clients_and_pools_that_nobody_holds_are_forgotten(started, caplog):
     """A pool follows its clients weakly, and logs every change once."""
     caplog.set_level(logging.INFO, "ostinato_rollout.replica_state")
-    pool, engines, _ = await started(1)
+    pool, _, _ = await started(1)
     client = pool.client()
     assert len(pool._fleet._followers) == 1
     del client

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import suppress
 
 import pytest
@@ -120,6 +121,18 @@ class Engine(AsyncServerBase):
         raise UnsupportedError("no chat")
 
 
+class ErrorLog(logging.Handler):
+    """Keeps what was logged with a traceback: no restart ends otherwise than it should."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.broken: list[str] = []
+
+    def emit(self, record):
+        if record.exc_info:
+            self.broken.append(record.getMessage())
+
+
 class PoolLife(RuleBasedStateMachine):
     """A pool of three under everything that can happen to it."""
 
@@ -131,7 +144,8 @@ class PoolLife(RuleBasedStateMachine):
         self.operations: list[asyncio.Task] = []
         self.turns: list[asyncio.Task] = []
         self.version = 0
-        self.is_stopped = False
+        self.log = ErrorLog()
+        logging.getLogger("ostinato_rollout.revival").addHandler(self.log)
         self.num_turns = 0
 
     def run(self) -> None:
@@ -349,7 +363,9 @@ class PoolLife(RuleBasedStateMachine):
             if hasattr(self, "pool"):
                 self.end()
         finally:
+            logging.getLogger("ostinato_rollout.revival").removeHandler(self.log)
             self.loop.close()
+        assert not self.log.broken
 
     def end(self):
         # Left alone, every operation and every turn comes to an end.

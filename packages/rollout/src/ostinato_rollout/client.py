@@ -224,7 +224,7 @@ class LLMServerClient:
             raise self._overdue(
                 f"request {conversation.request_id!r} must get a place within {admission.config.timeout_s:g} s, got none;"
                 f" waited since {ago(conversation.since)}, last progress: a place was given"
-                f" {ago(admission.last_admission)}; {held}; release conversations at their end,"
+                f" {ago(admission.last_admission)}; {self._gate.reason or held}; release conversations at their end,"
                 " or raise admission.timeout_s"
             ) from error
         if conversation.is_released:

@@ -356,6 +356,9 @@ class ServerPool:
             is_done = bool(self.servers)
 
         while not is_done:
+            if replayable and self._fleet.sleeping and not self._fleet.live() and self._fleet.is_one_coming():
+                self._revival.note_update(manifest, make_weights)  # all died in sleep: they take them when they wake
+                return
             await self._fleet.any_live(purpose)
             await self._exclusive.run(purpose, work)
 
@@ -391,7 +394,7 @@ class ServerPool:
 
         Raises:
             SessionInputError: There is no such replica, or nothing makes a new one.
-            SessionStateError: The pool sleeps, or the replica is being restarted already.
+            SessionStateError: The pool sleeps, or the replica is being drained, restarted or replaced already.
             ReplicaError: It was given up.
         """
         replaced = self._replica(replica)
@@ -399,9 +402,11 @@ class ServerPool:
             raise SessionInputError("make_server must be given to replace a replica, got None; pass it to the pool")
         if self._fleet.sleeping:
             raise SessionStateError("replace must come while the pool is awake, got a pool that sleeps; wake it first")
-        if self._revival.is_at_work_on(replaced) or replaced.is_being_replaced:
+        is_idle = replaced.is_in_service or replaced.state in (_S.DRAINED, _S.GIVEN_UP)
+        if not is_idle or replaced.is_being_replaced or self._revival.is_at_work_on(replaced):
             raise SessionStateError(
-                f"replica {replica} must not be under repair, got one that is {replaced.state.value}; wait for that"
+                f"replica {replica} must be in service, drained or given up to be replaced, got one that is"
+                f" {replaced.state.value}; see pool.states"
             )
         replaced.is_being_replaced = True
         try:

@@ -126,9 +126,10 @@ class Revival:
             return
         cause = "it is replaced" if is_asked_for else ""
         while cause or (cause := await self._wait_for_turn(replica)):
+            await self._wake_of_pool()
+            self._fleet.move(replica, _S.RESTARTING, cause)
             try:
-                await self._wake_of_pool(replica)
-                await self._restart(replica, self._make_server, cause)
+                await self._restart(replica, self._make_server)
                 if replica.state is not _S.BACKING_OFF:
                     return
             # The new server failed like the old one did.
@@ -151,13 +152,12 @@ class Revival:
         await asyncio.sleep(wait_s)
         return why
 
-    async def _wake_of_pool(self, replica: Replica) -> None:
+    async def _wake_of_pool(self) -> None:
         """Wait until the others are awake: while they sleep, their memory belongs to somebody else."""
         while self._fleet.sleeping:
             await self._fleet.change()
 
-    async def _restart(self, replica: Replica, make_server: MakeServer, cause: str) -> None:
-        self._fleet.move(replica, _S.RESTARTING, cause)
+    async def _restart(self, replica: Replica, make_server: MakeServer) -> None:
         replica.num_restarts += 1
         server = make_server(replica.index)
         if not isinstance(server, AsyncServerBase) or self._fleet.find(server) is not None:
@@ -193,8 +193,8 @@ class Revival:
         self._tasks.pop(replica.index, None)
 
     def _serve(self, replica: Replica) -> None:
-        self._tasks.pop(replica.index, None)  # from now on it can be lost again
         self._fleet.move(replica, _S.SERVING, f"was restarted, and has version {replica.server.policy_version}")
+        self._tasks.pop(replica.index, None)  # from now on it can be lost again
 
     async def _replay(self, replica: Replica, manifest: WeightManifest, make_weights: MakeWeights) -> bool:
         """Give a replica the weights that the others have; False: they were withdrawn meanwhile."""
