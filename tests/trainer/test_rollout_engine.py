@@ -1,5 +1,6 @@
 """From keys to an engine: what is set reaches it, what is not set stays its own choice."""
 
+import asyncio
 import sys
 from pathlib import Path
 from typing import get_args
@@ -12,10 +13,12 @@ from ostinato_engines.loading import ENGINES
 from ostinato_engines.sglang_server import SGLangServer
 from ostinato_engines.transformers_server import TransformersServer
 from ostinato_engines.vllm_server import VLLMServer
+from ostinato_rollout import Failure, FailureKind, ReplicaState
 from ostinato_trainer.config import Config
 from ostinato_trainer.config_loading import load_config
 from ostinato_trainer.config_schema import schema_keys
-from ostinato_trainer.rollout_engine import ENGINE_LOG, build_server
+from ostinato_trainer.errors import ConfigError
+from ostinato_trainer.rollout_engine import ENGINE_LOG, build_pool, build_server
 
 ROLLOUT = "actor_rollout_ref.rollout"
 BASE = ("actor_rollout_ref.model.path=m", "data.train_files=a.parquet", "trainer.device=cpu")
@@ -115,3 +118,45 @@ async def test_an_interpreter_puts_any_engine_into_a_process_of_its_own(own: tup
     with pytest.raises(EngineLoadError, match="Own must take gpu_memory_utilization, which is set"):
         await server.start()
     await server.shutdown()
+
+
+async def test_every_key_reaches_the_pool(own: tuple[str, str]) -> None:
+    """The keys of `rollout.pool` are the pool's; an engine that is lost is made anew from the same keys, unless that is forbidden."""
+    pool_of = f"{ROLLOUT}.pool"
+    keys = ("restarts.max_restarts=5", "restarts.first_backoff_s=0", "health_interval_s=null", "no_replica_timeout_s=7")
+    pool = build_pool(load_config([], [*BASE, *own, *(f"{pool_of}.{key}" for key in keys)]))
+    await pool.start()
+    try:
+        (first,) = pool.servers
+        pool.take_out(first, Failure("replica 0", FailureKind.ENGINE, "it died"))
+        async with asyncio.timeout(20):
+            while pool.states[0] is not ReplicaState.SERVING:  # noqa: ASYNC110  a restart has no event of its own
+                await asyncio.sleep(0.001)
+        (second,) = pool.servers
+        assert second is not first
+        assert second.got == first.got
+        assert (pool._watching, pool._fleet._no_replica_timeout_s) == (None, 7)
+        assert pool._revival._budget._policy.max_restarts == 5
+    finally:
+        await pool.shutdown()
+    bare = build_pool(load_config([], [*BASE, *own, f"{pool_of}.restarts.max_restarts=0"]))
+    assert not bare._fleet.restarts
+
+
+def test_each_engine_process_has_a_log_of_its_own(tmp_path: Path) -> None:
+    """What a dead engine has printed is not overwritten by the one in its place."""
+    keys = (f"{ROLLOUT}.engine_python={sys.executable}", f"trainer.default_local_dir={tmp_path}")
+    pool = build_pool(load_config([], [*BASE, *keys]))
+    make_server = pool._make_server
+    assert make_server is not None
+    servers = [*pool.servers, make_server(0), make_server(0)]
+    assert [server._kept_log.name for server in servers] == [ENGINE_LOG, "engine.1.log", "engine.2.log"]
+
+
+@pytest.mark.parametrize(
+    "key", ["restarts.max_restarts=-1", "restarts.jitter=2", "health_interval_s=0", "sync_pause=stop"]
+)
+def test_values_that_no_pool_can_have_are_refused(key: str) -> None:
+    """A wrong value is an error that names its key."""
+    with pytest.raises(ConfigError, match=key.partition("=")[0].rpartition(".")[2]):
+        load_config([], [*BASE, f"{ROLLOUT}.pool.{key}"])

@@ -36,8 +36,9 @@ async def watch(
                 f"its engine must be ready, got {health.state.value}: {health.detail or 'it says no more'}"
             )
         unchanged = replica.server is server and replica.since == since and replica.state is ReplicaState.SERVING
-        if unchanged and revival.version is not None and health.policy_version != revival.version:
-            raise ReplicaError(f"its policy version must be {revival.version}, got {health.policy_version}")
+        # A server elsewhere knows by now what its replica has answered.
+        if unchanged and revival.version is not None and server.policy_version != revival.version:
+            raise ReplicaError(f"its policy version must be {revival.version}, got {server.policy_version}")
 
     while True:
         await rest(interval_s)
