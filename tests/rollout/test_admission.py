@@ -301,6 +301,14 @@ async def test_conversations_count_for_their_length_and_part_of_what_is_expected
     assert held() == 0
 
 
+async def test_one_that_need_not_wait_counts_for_its_growth_as_well(sized):
+    """A conversation that is let in because its group has a place counts from its beginning on like any other."""
+    client = LLMServerClient([sized(tokens=40)], admission=AdmissionConfig(expected_tokens=30, growth_share=0.5))
+    for name in ("a0", "a1", "a2"):
+        await client.admit(name, num_prompt_tokens=10, group="a")
+    assert client.activity().replicas[0].held_tokens == 3 * (10 + 10)
+
+
 async def test_what_is_expected_of_one_that_waits_is_brought_up_to_date(sized):
     """One that waited because much was expected comes in as soon as little is, though it came when that was not known."""
     server = sized(tokens=400)

@@ -135,7 +135,7 @@ def test_a_margin_of_nothing_is_refused():
         RoutingConfig(policy=RoutingPolicy.STICKY, move_margin=0)
     with pytest.raises(SessionInputError, match="move_ratio must be at least 0, got -1; None never moves"):
         BalancedTokens(move_ratio=-1)
-    with pytest.raises(ValueError, match="move_ratio must be at least 0, got -0.5"):
+    with pytest.raises(ValueError, match=r"move_ratio must be at least 0, got -0\.5"):
         RoutingConfig(move_ratio=-0.5)
 
 

@@ -204,6 +204,7 @@ class Admission:
     def settle(self, conversation: Conversation, replica: int) -> None:
         """Enter a conversation into a replica's account, and take it out of its last one's."""
         if conversation.replica is None:
+            conversation.room_to_grow = self._room_to_grow(conversation)
             self.last_admission = time.monotonic()
             if conversation.group is not None:
                 self._groups[conversation.group] += 1
