@@ -202,6 +202,7 @@ async def test_a_manager_runs_batches_on_workers_in_actors(pool_of):
     assert batch.metrics.keys() == expected.metrics.keys()
 
 
+@pytest.mark.slow
 async def test_a_killed_worker_is_replaced_and_its_trajectories_begin_anew(pool_of):
     """Nothing of the first run is in what the second one gives, and everybody else goes on."""
     tasks = [task_of(index) for index in range(6)]
@@ -256,6 +257,7 @@ async def test_a_worker_that_is_lost_too_often_is_given_up(pool_of):
         assert "at least one worker must be there" in second.failure.message
 
 
+@pytest.mark.slow
 async def test_a_cancelled_trajectory_is_ended_in_its_worker(pool_of):
     """Cancelling frees the conversation, the tools and the replica, and the worker serves on."""
     pool = await pool_of(delay_s=20.0)

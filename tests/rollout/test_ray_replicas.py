@@ -153,6 +153,23 @@ async def test_a_stopped_process_is_lost_by_its_silence_and_cannot_come_back(rep
 
 
 @pytest.mark.slow
+async def test_whoever_asks_is_told_of_a_failure(replica_of):
+    """A replica that has served tells its failure once, soon; one that never has started, or was shut down, tells nothing."""
+    told = []
+    replica, never, closed = replica_of(), replica_of("FailingAtStart"), replica_of()
+    for one in (replica, never, closed):
+        one.when_failed(lambda server, error: told.append((server, type(error))))
+    await asyncio.gather(replica.start(), closed.start())
+    with pytest.raises(EngineLoadError):
+        await never.start()
+    await closed.shutdown()
+    os.kill(replica.place.pid, signal.SIGKILL)
+    await failed(replica)
+    await replica.shutdown()
+    assert told == [(replica, ReplicaLostError)]
+
+
+@pytest.mark.slow
 async def test_turns_go_on_at_another_replica(replica_of):
     """A client whose replica is killed in mid-generation gets the same answer from the other one, and counts nothing twice."""
     replicas = [replica_of(settings={"delay_s": delay_s}) for delay_s in (60.0, 0.0)]
@@ -175,9 +192,19 @@ async def test_turns_go_on_at_another_replica(replica_of):
     ("options", "error", "words"),
     [
         ({"name": "FailingAtStart"}, EngineLoadError, "must be a checkpoint"),
-        ({"name": "Nobody"}, EngineLoadError, "must be a class in"),
-        ({"settings": {"color": 1}, "required": ["color"]}, EngineLoadError, "must take color"),
-        ({"name": "HangingAtStart", "start_timeout_s": 4.0}, EngineStartError, "within 4 s, got no answer"),
+        pytest.param({"name": "Nobody"}, EngineLoadError, "must be a class in", marks=pytest.mark.slow),
+        pytest.param(
+            {"settings": {"color": 1}, "required": ["color"]},
+            EngineLoadError,
+            "must take color",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"name": "HangingAtStart", "start_timeout_s": 8.0},
+            EngineStartError,
+            "within 8 s, got no answer",
+            marks=pytest.mark.slow,
+        ),
         ({"placement": ActorPlacement(num_cpus=1000), "start_timeout_s": 1.0}, EngineStartError, "place for 1000 CPU"),
     ],
 )
