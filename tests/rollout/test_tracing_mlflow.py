@@ -351,6 +351,14 @@ def test_a_missing_extra_is_an_error_with_its_cure(monkeypatch):
         completed(TraceConfig(backend=TraceBackend.MLFLOW), project_name="p", experiment_name="e", folder="run")
 
 
+@pytest.mark.parametrize("place", ["./mlruns", "file:///data/mlruns"])
+def test_a_folder_is_refused(place, tokenizer):
+    """A store that holds no spans is an error before anything starts, with what to write instead."""
+    config = TraceConfig(backend=TraceBackend.MLFLOW, tracking_uri=place)
+    with pytest.raises(ValueError, match="sqlite:////PATH"):
+        make_tracer(config, decoder=tokenizer)
+
+
 def test_all_kinds_have_a_type():
     """Each kind of span is shown as one of MLflow's."""
     assert set(mlflow_store._TYPES) == set(SpanKind)

@@ -51,5 +51,9 @@ class ReplicaError(RolloutError, RuntimeError):
         """Id of the replica in the client's or pool's numbering."""
 
 
+class TraceStoreError(RolloutError, ValueError):
+    """The store that spans should go to can hold none."""
+
+
 class TracingUnavailableError(RolloutError, ImportError):
     """The backend that spans should go to is not installed."""

@@ -26,7 +26,7 @@ from mlflow.entities import SpanType, TraceInfo, TraceLocation, TraceState
 from mlflow.exceptions import MlflowException
 from mlflow.tracing.client import TracingClient
 
-from ostinato_rollout.errors import RequestTimeoutError
+from ostinato_rollout.errors import RequestTimeoutError, TraceStoreError
 from ostinato_rollout.tracing.span import Span, SpanKind
 
 _SQLITE: Final = "sqlite:///"
@@ -88,9 +88,18 @@ class MlflowSink:
     Args:
         uri: The store, as `resolved_uri` gives it.
         experiment: Name of the experiment; made if it is not there.
+
+    Raises:
+        TraceStoreError: It is a folder, in which MLflow keeps no spans.
     """
 
     def __init__(self, uri: str, experiment: str) -> None:
+        scheme = uri.partition(":")[0] if ":" in uri else ""
+        if scheme in ("", "file") and uri != "databricks":
+            raise TraceStoreError(
+                f"trace.tracking_uri must name a database or a server, got {uri}, a folder, in which MLflow keeps no spans;"
+                " write sqlite:////PATH/mlflow.db"
+            )
         self._uri, self._experiment = uri, experiment
         self._client: TracingClient | None = None
         self._experiment_id = ""
