@@ -99,6 +99,14 @@ class AgentLoopContext:
         self.sessions.append(session)
         return session
 
+    def share_budget(self) -> None:
+        """Let no conversation use what others have used: each may respond as long as all of them together have tokens left.
+        Call it before a turn where several conversations take turns; those under way at the same time do not see each other."""
+        left = self.budget.max_response_tokens - sum(session.num_response_tokens for session in self.sessions)
+        for session in self.sessions:
+            bound = max(1, session.num_response_tokens + left)
+            session.budget = msgspec.structs.replace(session.budget, max_response_tokens=bound)
+
     def budget_left(self) -> SessionBudget:
         """Return what a further conversation of this trajectory may use: the response tokens that those so far have left, and a prompt
         as long as any segment may be, since it may hold what was said in them.

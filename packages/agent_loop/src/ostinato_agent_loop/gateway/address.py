@@ -45,7 +45,7 @@ class _Router:
         """Apps are closed by whoever opened their address."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        _, name, *rest = scope["path"].split("/", 2)
+        name, _, rest = scope["path"].removeprefix("/").partition("/")
         app = self.apps.get(name)
         if app is None:
             error = ApiError(
@@ -55,7 +55,7 @@ class _Router:
             )
             await error_response(error)(scope, receive, send)
             return
-        path = "/" + "".join(rest)
+        path = f"/{rest}"
         await app({**scope, "path": path, "raw_path": path.encode(), "root_path": ""}, receive, send)
 
 

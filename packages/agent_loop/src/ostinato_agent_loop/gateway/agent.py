@@ -5,14 +5,14 @@ Knows rows, programs and functions; what is said goes through the recording.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from ostinato_agent_loop.base import AgentLoopBase
 from ostinato_agent_loop.config import RolloutConfig
@@ -58,7 +58,8 @@ class GatewayAgentLoop(AgentLoopBase):
         last)."""
         max_segments = self.context.agent.gateway.max_segments
         recording = Recording(self.context, row, sampling_params, max_segments=max_segments)
-        seen = {name: value for name, value in row.items() if name not in _SECRET}
+        # A copy, since the row is that of other trajectories and of the reward, too.
+        seen = copy.deepcopy({name: value for name, value in row.items() if name not in _SECRET})
         async with open_address(recording.app, recording.api_key) as address:
             try:
                 output = await self.act(address, seen)
@@ -135,8 +136,8 @@ def load_function(target: str) -> Callable[..., Any]:
 
 def _as_json(row: Mapping[str, Any]) -> bytes:
     try:
-        return msgspec.json.encode(row)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        return json.dumps(row, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
         raise AgentRowError(
             f"a row must be JSON to be read by a program, got {error}; keep such fields out of the dataset"
         ) from error

@@ -11,8 +11,8 @@ import asyncio
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -23,7 +23,8 @@ _PASSED = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
 _MAX_OUTPUT_BYTES = 1 << 20
 _MAX_ERROR_BYTES = 1 << 14
 _SHOWN_CHARACTERS = 2000
-_DRAIN_S = 5.0
+_PART_BYTES, _MAX_PARTS = 1 << 16, 32
+"""Bytes that are read at once, and parts that are read after the end: more than a pipe holds."""
 
 
 class ProgramResult(msgspec.Struct, frozen=True):
@@ -66,16 +67,16 @@ async def run_program(
         AgentProgramError: It cannot be started.
     """
     given = {name: os.environ[name] for name in (*_PASSED, *pass_env) if name in os.environ}
-    async with AsyncExitStack() as stack:
+    with ExitStack() as stack:
         if cwd is None:
             folder = tempfile.TemporaryDirectory(prefix="ostinato-agent-", ignore_cleanup_errors=True)
             cwd = stack.enter_context(folder)
-        source = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  (the stack closes it)
+        source = stack.enter_context(tempfile.TemporaryFile())
         source.write(stdin)
         source.seek(0)
         # Pipes of our own: asyncio's wait for a program would else last until all that it started have closed theirs.
-        stdout = await stack.enter_async_context(_Output.piped(_MAX_OUTPUT_BYTES))
-        stderr = await stack.enter_async_context(_Output.piped(_MAX_ERROR_BYTES))
+        stdout = stack.enter_context(_Output.piped(_MAX_OUTPUT_BYTES))
+        stderr = stack.enter_context(_Output.piped(_MAX_ERROR_BYTES))
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -95,8 +96,6 @@ async def run_program(
         finally:
             _kill_group(process.pid)
             await asyncio.shield(asyncio.create_task(process.wait()))
-        await stdout.end()
-        await stderr.end()
         assert process.returncode is not None
         return ProgramResult(process.returncode, stdout.text(), stderr.text())
 
@@ -104,51 +103,44 @@ async def run_program(
 class _Output:
     """The end of what a program writes to a pipe."""
 
-    def __init__(self, write_end: int, bound: int) -> None:
+    def __init__(self, read_end: int, write_end: int, bound: int) -> None:
         self.write_end = write_end
         """File descriptor that the program gets."""
-        self._bound, self._kept = bound, bytearray()
-        self._reading: asyncio.Task[None] | None = None
+        self._read_end, self._bound, self._kept = read_end, bound, bytearray()
+        self._loop = asyncio.get_running_loop()
 
     @classmethod
-    @asynccontextmanager
-    async def piped(cls, bound: int) -> AsyncIterator[_Output]:
+    @contextmanager
+    def piped(cls, bound: int) -> Iterator[_Output]:
         """Make a pipe and read it; what is beyond the last `bound` bytes is forgotten."""
         read_end, write_end = os.pipe()
-        output, reader = cls(write_end, bound), asyncio.StreamReader()
-        transport = None
+        output = cls(read_end, write_end, bound)
         try:
-            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-                lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
-            )
-            output._reading = asyncio.create_task(output._read(reader))
+            os.set_blocking(read_end, False)
+            output._loop.add_reader(read_end, output._read)
             yield output
         finally:
-            output._close()
-            if output._reading is not None:
-                output._reading.cancel()
-            if transport is not None:
-                transport.close()
-
-    async def end(self) -> None:
-        """Wait until all is read that the program wrote; one of another session that holds the pipe is not waited for."""
-        self._close()
-        assert self._reading is not None
-        await asyncio.wait({self._reading}, timeout=_DRAIN_S)
+            output._loop.remove_reader(read_end)
+            os.close(read_end)
+            os.close(write_end)
 
     def text(self) -> str:
-        """Return what was kept."""
+        """Return what was kept of all that the program wrote before it ended. Processes of another session that hold the pipe
+        are not waited for."""
+        for _ in range(_MAX_PARTS):
+            if not self._read():
+                break
         return self._kept.decode(errors="replace")
 
-    def _close(self) -> None:
-        if self.write_end >= 0:
-            os.close(self.write_end)
-            self.write_end = -1
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        while part := await reader.read(1 << 16):
-            self._kept += part
-            del self._kept[: -self._bound]
+    def _read(self) -> bool:
+        """Read a part, if there is one."""
+        try:
+            part = os.read(self._read_end, _PART_BYTES)
+        except BlockingIOError:
+            return False
+        self._kept += part
+        del self._kept[: -self._bound]
+        return bool(part)
 
 
 def _kill_group(pid: int) -> None:

@@ -7,8 +7,7 @@ a program does with its histories, each sampled token stands in one segment, onc
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,7 +17,16 @@ from ostinato_agent_loop.errors import AgentProgramError
 from ostinato_agent_loop.output import AgentLoopMetrics, AgentLoopOutput, TrajectoryEnd, outputs_from_session
 from ostinato_engines import SamplingParams
 from ostinato_rollout import BudgetExceededError, ChatSession, derive_seed
-from ostinato_rollout.openai_app import ApiError, AppLimits, ChatRequest, OpenAIApp, UnknownSessionError
+from ostinato_rollout.openai_app import (
+    Answer,
+    ApiError,
+    AppLimits,
+    ChatRequest,
+    OpenAIApp,
+    Proceed,
+    UnknownSessionError,
+    as_api_error,
+)
 
 _SESSION = "trajectory"
 _UNLIMITED_S = 1e9  # the trajectory has a deadline of its own
@@ -42,12 +50,15 @@ class Recording:
     ) -> None:
         self._context, self._row, self._sampling_params = context, row, sampling_params
         self._num_requests = self._num_turns = 0
-        self._by_last_turn: dict[str, int] = {}  # request ids of conversations, the last one to sample at the end
+        self._answered: list[
+            str
+        ] = []  # request ids of conversations, each once, the one that was answered last at the end
         self._metrics = AgentLoopMetrics()
         self.end = TrajectoryEnd.PROGRAM_ENDED
         """Why the trajectory ends when the program does: what a request was last refused for, if any."""
         self.engine_error: Exception | None = None
         """Why the last request could not be answered, where that was not the program's fault."""
+        self._refusal: Exception | None = None  # the last request's, for want of room
         self.api_key = secrets.token_urlsafe(32)
         self.app = OpenAIApp(
             None,
@@ -65,22 +76,25 @@ class Recording:
         )
 
     async def outputs(self, extra_fields: Mapping[str, Any]) -> list[AgentLoopOutput]:
-        """End the conversations and return them as segments, the one that sampled last at the end.
+        """End the conversations and return them as segments, the one that was answered last at the end.
 
         Raises:
-            AgentProgramError: Nothing was sampled.
+            AgentProgramError: Nothing was sampled, and the program is to blame.
+            Exception: Nothing was sampled, since the last request found no room, or no engine.
         """
         try:
             chats = await self.app.sessions.take(_SESSION)
         except UnknownSessionError:
             chats = ()
         if not chats:
+            if (error := self.engine_error or self._refusal) is not None:
+                raise error
             raise AgentProgramError(
                 "the agent's program must ask the model at least once, got no request that was answered;"
                 " let it use OPENAI_BASE_URL and OPENAI_API_KEY"
             )
-        order = list(self._by_last_turn)
-        chats = sorted(chats, key=lambda chat: order.index(chat.request_id) if chat.request_id in order else -1)
+        places = {request_id: place for place, request_id in enumerate(self._answered)}
+        chats = sorted(chats, key=lambda chat: places.get(chat.request_id, -1))
         generations = [chat.metrics.num_generations for chat in chats]
         num_turns = 1 + sum(generations) + sum(count - 1 for count in generations)
         extra = {"turn_scores": [], "tool_rewards": [], **extra_fields, "messages": chats[-1].messages}
@@ -98,31 +112,34 @@ class Recording:
             self._row, tools, budget=self._context.budget_left(), call_id_prefix=f"call_{number}_"
         )
 
-    @contextmanager
-    def _watch(self, request: ChatRequest) -> Iterator[ChatRequest]:
-        """Let a request sample as the run does, within its turns; note what became of it."""
+    async def _watch(self, request: ChatRequest, proceed: Proceed) -> Answer:
+        """Let a request sample as the run does, within its turns and its budget; note what became of it."""
         self._check_turns(request.n)
         self._num_requests += 1
         self._num_turns += request.n
-        before = {session.request_id: session.metrics.num_generations for session in self._context.sessions}
-        num_exact = self.app.sessions.num_continued
-        self.end, self.engine_error = TrajectoryEnd.PROGRAM_ENDED, None
+        self.end, self.engine_error, self._refusal = TrajectoryEnd.PROGRAM_ENDED, None, None
+        brings_turns = bool(self._answered) and any(message["role"] == "assistant" for message in request.messages)
         try:
-            yield msgspec.structs.replace(request, params=self._params(request.params))
+            self._context.share_budget()
+            answer = await proceed(msgspec.structs.replace(request, params=self._params(request.params)))
         except BaseException as error:
             self._num_turns -= request.n
-            if isinstance(error, BudgetExceededError):
-                self.end = TrajectoryEnd.RESPONSE_LENGTH
-            elif isinstance(error, Exception) and not isinstance(error, ApiError):
-                self.engine_error = error
+            self._note_failure(error)
             raise
-        if any(message["role"] == "assistant" for message in request.messages):
+        if brings_turns:
             self._metrics.num_continuations += 1
-            self._metrics.num_exact_continuations += min(1, self.app.sessions.num_continued - num_exact)
-        for session in self._context.sessions:
-            if session.metrics.num_generations > before.get(session.request_id, 0):
-                self._by_last_turn.pop(session.request_id, None)
-                self._by_last_turn[session.request_id] = self._num_requests
+            self._metrics.num_exact_continuations += all(choice.goes_on for choice in answer.choices)
+        now = [choice.request_id for choice in answer.choices]
+        self._answered = [request_id for request_id in self._answered if request_id not in now] + now
+        return answer
+
+    def _note_failure(self, error: BaseException) -> None:
+        if isinstance(error, BudgetExceededError):
+            self.end, self._refusal = TrajectoryEnd.RESPONSE_LENGTH, error
+        elif isinstance(error, Exception):
+            known = as_api_error(error)
+            if known is None or known.status >= 500:
+                self.engine_error = error
 
     def _check_turns(self, num_new: int) -> None:
         limit = self._context.config.max_assistant_turns
@@ -134,10 +151,11 @@ class Recording:
             )
 
     def _params(self, asked: SamplingParams) -> SamplingParams:
-        seed = self._sampling_params.seed
+        given = self._sampling_params
+        bounds = [bound for bound in (given.max_tokens, asked.max_tokens) if bound is not None]
         return msgspec.structs.replace(
-            self._sampling_params,
-            max_tokens=asked.max_tokens,
-            stop_token_ids=asked.stop_token_ids,
-            seed=None if seed is None else derive_seed(seed, self._num_requests),
+            given,
+            max_tokens=min(bounds, default=None),
+            stop_token_ids=tuple(dict.fromkeys((*given.stop_token_ids, *asked.stop_token_ids))),
+            seed=None if given.seed is None else derive_seed(given.seed, self._num_requests),
         )

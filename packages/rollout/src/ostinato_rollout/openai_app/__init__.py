@@ -8,7 +8,7 @@ Behind the extra `serve`.
 from ostinato_engines import MissingDependencyError
 
 try:
-    from ostinato_rollout.openai_app.app import OpenAIApp, OpenChat, Watch
+    from ostinato_rollout.openai_app.app import OpenAIApp, OpenChat, Proceed, Watch
     from ostinato_rollout.openai_app.delivery import error_response
     from ostinato_rollout.openai_app.serving import Served, serving
 except ModuleNotFoundError as error:
@@ -18,22 +18,26 @@ except ModuleNotFoundError as error:
         f"{error.name} must be installed for the OpenAI app; run `pip install 'ostinato-rollout[serve]'`"
     ) from error
 
+from ostinato_rollout.openai_app.answers import Answer
 from ostinato_rollout.openai_app.conversations import SessionStore
-from ostinato_rollout.openai_app.errors import ApiError, ServeError, UnknownSessionError
+from ostinato_rollout.openai_app.errors import ApiError, ServeError, UnknownSessionError, as_api_error
 from ostinato_rollout.openai_app.limits import AppLimits
 from ostinato_rollout.openai_app.request import ChatRequest
 
 __all__ = [
+    "Answer",
     "ApiError",
     "AppLimits",
     "ChatRequest",
     "OpenAIApp",
     "OpenChat",
+    "Proceed",
     "ServeError",
     "Served",
     "SessionStore",
     "UnknownSessionError",
     "Watch",
+    "as_api_error",
     "error_response",
     "serving",
 ]

@@ -29,6 +29,10 @@ class Choice(msgspec.Struct, frozen=True):
     logprobs: list[float] | None
     """One for each token; None where the engine gave none."""
     num_cached: int
+    request_id: str
+    """Of its conversation."""
+    goes_on: bool
+    """Its prompt holds earlier turns of the policy as they were sampled."""
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 from starlette.applications import Starlette
@@ -46,8 +46,10 @@ logger = logging.getLogger(__name__)
 
 OpenChat = Callable[[str | None, Sequence[dict]], ChatSession]
 """Makes a ChatSession of a session (None: of none) that shows the model these tools."""
-Watch = Callable[[ChatRequest], AbstractContextManager[ChatRequest]]
-"""Goes around the answer to a request."""
+Proceed = Callable[[ChatRequest], Awaitable[Answer]]
+"""Has a request answered."""
+Watch = Callable[[ChatRequest, Proceed], Awaitable[Answer]]
+"""Goes around the answer to a request: has it answered as it is, or changed, or refuses it."""
 
 _SESSION_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
 _HEALTH_TIMEOUT_S = 5.0
@@ -70,8 +72,8 @@ class OpenAIApp:
         only_session: The session that every request belongs to; others are refused. None: the one that it names.
         any_model: Take requests for models of any name.
         open_chat: Makes the ChatSession of a conversation that shows the model these tools, in place of the app.
-        watch: Entered around the answer to each request, with what is asked; gives what is answered in its place, may refuse
-            it with an ApiError, and sees how answering fails.
+        watch: Awaited for the answer to each request, with what is asked and what has it answered; it may ask for something
+            else in its place, refuse it with an ApiError, and sees what came of it.
 
     Raises:
         SessionInputError: The model or the key is empty, the key is no ASCII, there is neither pool nor client, or the
@@ -92,7 +94,7 @@ class OpenAIApp:
         only_session: str | None = None,
         any_model: bool = False,
         open_chat: OpenChat | None = None,
-        watch: Watch = nullcontext,
+        watch: Watch | None = None,
     ) -> None:
         if not model:
             raise SessionInputError("model must be a name, got ''; give the one that clients will send")
@@ -267,10 +269,10 @@ class OpenAIApp:
         self._num_in_flight += chat.n
         try:
             logprobs_known = all(server.capabilities().logprobs for server in self._replicas.servers)
-            with self._watch(chat) as watched:
-                return await answer_request(
-                    watched, self.sessions, session=session, model=self.model, logprobs_known=logprobs_known
-                )
+            proceed = partial(
+                answer_request, store=self.sessions, session=session, model=self.model, logprobs_known=logprobs_known
+            )
+            return await (proceed(chat) if self._watch is None else self._watch(chat, proceed))
         except asyncio.CancelledError:
             if self._is_closed:
                 raise _shutting_down() from None
@@ -387,8 +389,8 @@ def _no_model(name: str, served: str) -> ApiError:
 async def _no_route(request: Request, error: Exception) -> Response:
     status, headers = (error.status_code, error.headers) if isinstance(error, HTTPException) else (500, None)
     message = (
-        f"the path must be one of /v1/chat/completions, /v1/models, /health and /sessions/NAME, each by its method,"
-        f" got {request.method} {request.url.path!r:.200}; see the documentation"
+        f"the path must be one of /v1/chat/completions, /v1/responses, /v1/models, /health and /sessions/NAME, each by its"
+        f" method, got {request.method} {request.url.path!r:.200}; see the documentation"
     )
     response = error_response(ApiError(message, status=status))
     response.headers.update(headers or {})  # which methods a path has

@@ -42,8 +42,6 @@ def told(error: BaseException) -> ApiError:
     """Return what a client is told about `error`; a fault of ours is logged and told without its text."""
     if isinstance(error, asyncio.CancelledError):
         return ApiError("the session must not end before its requests, got an end meanwhile", status=410, code="ended")
-    if isinstance(error, BaseExceptionGroup):
-        return told(error.exceptions[0])
     known = as_api_error(error)
     if known is None:
         logger.error("a chat request failed", exc_info=error)

@@ -46,11 +46,15 @@ async def answer_request(
         choices = [await _sample(request, store, session, params, anew=False)]
     else:
         store.check_room(session, request.n)  # a request that is refused has sampled nothing
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(_sample(request, store, session, _with_seed(params, index), anew=True))
-                for index in range(request.n)
-            ]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(_sample(request, store, session, _with_seed(params, index), anew=True))
+                    for index in range(request.n)
+                ]
+        except BaseExceptionGroup as failed:
+            first = failed.exceptions[0]
+            raise first from first.__cause__  # as it would be with one sample
         choices = [task.result() for task in tasks]
     return Answer(id=f"chatcmpl-{uuid.uuid4().hex}", created=int(time.time()), model=model, choices=choices)
 
@@ -63,6 +67,7 @@ async def _sample(
         ledger = chat.ledger
         assert ledger is not None  # it was extended
         prompt_ids, num_cached = ledger.snapshot(), chat.metrics.num_cached_tokens
+        goes_on = ledger.num_sampled > 0
         try:
             reply = await chat.generate(params)
         except (TokenizationError, EngineInputError) as error:
@@ -80,6 +85,8 @@ async def _sample(
             token_ids=token_ids,
             logprobs=_last_logprobs(ledger, len(token_ids)) if request.logprobs else None,
             num_cached=chat.metrics.num_cached_tokens - num_cached,
+            request_id=chat.request_id,
+            goes_on=goes_on,
         )
 
 
