@@ -14,6 +14,7 @@ import msgspec
 from ostinato_engines import EngineInputError, PolicySpan, SamplingParams, StopReason, TokenOutput, as_token_output
 from ostinato_rollout.errors import ReplicaError
 
+_MAX_ID = 2**31 - 1
 _ROUNDING = 1e-3
 """How far above 0 a logprob may come by rounding."""
 
@@ -76,7 +77,8 @@ def _are_ids(token_ids: Any) -> bool:
     try:
         return (
             isinstance(token_ids, list | tuple)
-            and (not token_ids or min(array("i", token_ids)) >= 0)
+            and len(array("I", token_ids)) == len(token_ids)  # it takes nothing but integers of at least 0
+            and (not token_ids or max(token_ids) <= _MAX_ID)
             and bool not in set(map(type, token_ids))
         )
     except (TypeError, OverflowError):
@@ -87,8 +89,8 @@ def _are_logprobs(logprobs: Any) -> bool:
     try:
         return (
             isinstance(logprobs, list | tuple)
-            and all(map(math.isfinite, logprobs))
-            and max(logprobs, default=0.0) <= _ROUNDING
+            and (math.isfinite(sum(logprobs)) or all(map(math.isfinite, logprobs)))  # a finite sum has finite parts
+            and (not logprobs or max(logprobs) <= _ROUNDING)
             and bool not in set(map(type, logprobs))
         )
     except (TypeError, OverflowError):

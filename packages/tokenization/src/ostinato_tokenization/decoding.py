@@ -10,7 +10,6 @@ import random
 from array import array
 from collections.abc import Sequence
 from functools import cached_property
-from operator import index
 
 import tokenizers
 
@@ -39,13 +38,13 @@ class Decoder:
         """
         ids = self._checked(token_ids)
         if skip_special_tokens or self._bytes is None:
-            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return self._bytes.text(ids)
 
-    def _checked(self, token_ids: Sequence[int]) -> Sequence[int]:
+    def _checked(self, token_ids: Sequence[int]) -> list[int]:
+        ids = token_ids if isinstance(token_ids, list) else list(token_ids)
         try:
-            # Of all ways to look at many integers the fastest; from bytes and the like it would read something else.
-            ids = array("I", token_ids if isinstance(token_ids, list | array) else list(map(index, token_ids)))
+            array("I", ids)  # the fastest way to see that many objects are integers of at least 0
             if not ids or max(ids) < self._vocab_size:
                 return ids
         except TypeError as error:
@@ -54,7 +53,7 @@ class Decoder:
             ) from error
         except OverflowError:
             pass
-        bad = next(token_id for token_id in token_ids if not 0 <= token_id < self._vocab_size)
+        bad = next(token_id for token_id in ids if not 0 <= token_id < self._vocab_size)
         raise VocabularyError(
             f"token ids must be from 0 to {self._vocab_size - 1}, got {bad};"
             " the model's vocabulary may be padded beyond the tokenizer's"
