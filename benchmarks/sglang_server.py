@@ -2,7 +2,7 @@
 
     python -m benchmarks.sglang_server [--parts conformance,speed,update,sleep,record] [--shape small|smollm2-135m|qwen3-1.7b | --model FOLDER]
         [--python PATH] [--python-path FOLDER] [--dtype NAME] [--eager] [--requests N] [--new-tokens N] [--repeats N] [--tolerance X]
-        [--engine-args JSON] [--record-to FILE]
+        [--share-device] [--engine-args JSON] [--record-to FILE]
 
 Needs torch, transformers and ostinato-engines here, and SGLang under --python (and --python-path). The model is random with the given shape, unless
 a checkpoint is named. One server does all parts in their order. `speed` sends all requests at once, with and without the sampled token's logprob;
@@ -31,6 +31,7 @@ from ostinato_engines.sglang_engine.http import LocalClient
 from ostinato_engines.sglang_server import SGLangServer
 from ostinato_engines.testing import WeightUpdate, check_server
 from ostinato_engines.testing.sglang_stub.recording import Exchange, Recorder
+from ostinato_engines.testing.sglang_stub.tokenizer import save_tokenizer
 
 MAX_MODEL_LEN = 10_240
 PARTS = ("speed", "update", "sleep", "conformance", "record")
@@ -166,10 +167,12 @@ async def record(server: SGLangServer, options: argparse.Namespace, model: Any, 
     return {"exchanges": len(lines)}
 
 
-async def run(options: argparse.Namespace, folder: str) -> None:
-    """All parts, with one server."""
+async def run(options: argparse.Namespace, folder: str) -> int:
+    """All parts, with one server; how many failed."""
     if options.model is None:
         new_model(options.shape, options.dtype, 0).save_pretrained(folder)
+        if "record" in options.parts:
+            save_tokenizer(Path(folder), SHAPES[options.shape]["vocab_size"])
     model = load(options.model or folder, options.dtype)
     server = SGLangServer(
         options.model or folder,
@@ -189,6 +192,7 @@ async def run(options: argparse.Namespace, folder: str) -> None:
         {"part": "start", "seconds": round(time.perf_counter() - start, 1), "versions": (await server.health()).detail}
     )
     parts = {"conformance": conformance, "speed": speed, "update": update, "sleep": sleep, "record": record}
+    num_failed = 0
     try:
         for name in options.parts:
             start = time.perf_counter()
@@ -196,11 +200,13 @@ async def run(options: argparse.Namespace, folder: str) -> None:
                 result = await parts[name](server, options, model, options.model or folder)
             except Exception as error:  # the other parts are still of interest
                 result = {"failure": f"{type(error).__name__}: {error}"}
+                num_failed += 1
             tell({"part": name, "took_s": round(time.perf_counter() - start, 1), **result})
     finally:
         if server._engine is not None and options.log_to:
             Path(options.log_to).write_text(server._engine.process.log_tail())
         await server.shutdown()
+    return num_failed
 
 
 def tell(result: dict[str, Any]) -> None:
@@ -227,7 +233,8 @@ def main() -> None:
     parser.add_argument("--log-to", help="a file for the end of SGLang's log")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        asyncio.run(run(options, str(Path(scratch) / "model")))
+        num_failed = asyncio.run(run(options, str(Path(scratch) / "model")))
+    sys.exit(num_failed > 0)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 from ostinato_engines.sglang_engine.http import LocalClient
 from ostinato_engines.sglang_server import SGLangServer
 from ostinato_engines.testing.sglang_stub.recording import Exchange, Recorder
+from ostinato_engines.testing.sglang_stub.tokenizer import save_tokenizer
 
 RECORDED = Path(__file__).parent / "sglang_replies.jsonl"
 
@@ -46,7 +47,9 @@ def recorded():
 async def test_the_stub_answers_as_sglang_does(make_model, tmp_path, recorded):
     """Status, fields, types and forms of a finish are those that SGLang answered the same calls with."""
     folder = tmp_path / "model"
-    make_model(max_len=8192).save_pretrained(folder)
+    model = make_model(max_len=8192)
+    model.save_pretrained(folder)
+    save_tokenizer(folder, model.config.vocab_size)
     launcher = (sys.executable, "-m", "ostinato_engines.testing.sglang_stub")
     found: dict[str, Exchange] = {}
     async with SGLangServer(folder, launcher=launcher) as server:

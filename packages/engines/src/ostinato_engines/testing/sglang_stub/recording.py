@@ -36,7 +36,7 @@ class Recorder:
     """Makes the calls.
 
     Args:
-        client: Of a server that is idle; chat, which needs a tokenizer, is left out.
+        client: Of a server that is idle, with a tokenizer in its checkpoint.
         stranger: A client of the same server with another key.
         folder: Of the weights that it serves.
         can_sleep: Whether it was started so that it can free its memory.
@@ -62,6 +62,7 @@ class Recorder:
         """All exchanges; the server is as before, but for its cache."""
         await self._about()
         await self._requests()
+        await self._chat()
         await self._refusals()
         await self._pauses()
         await self._weights()
@@ -98,6 +99,13 @@ class Recorder:
         await self._during("abort_all", "/abort_request", {"abort_all": True}, logprobs=False)
         await self._call("abort_unknown", "/abort_request", {"rid": "nobody"})
 
+    async def _chat(self) -> None:
+        asked = {"model": str(self._folder), "messages": [{"role": "user", "content": "w5 w6"}]}
+        few = {"max_tokens": 3, "temperature": 0.0, "ignore_eos": True}
+        await self._call("chat", "/v1/chat/completions", {**asked, **few})
+        await self._call("chat_without_messages", "/v1/chat/completions", {"model": str(self._folder)})
+        await self._call("chat_high_penalty", "/v1/chat/completions", {**asked, **few, "repetition_penalty": 2.5})
+
     async def _refusals(self) -> None:
         few = {"max_new_tokens": 3}
         await self._generate("too_long", "r-6", few, input_ids=[5] * 1_000_000)
@@ -117,6 +125,7 @@ class Recorder:
         if self._can_sleep:
             tags = {"tags": ["kv_cache"]}
             await self._call("release", "/release_memory_occupation", tags)
+            await self._call("model_info_asleep", "/model_info", get=True)
             await self._call("resume", "/resume_memory_occupation", tags)
         body = {"model_path": str(self._folder), "weight_version": "7"}
         await self._call("update_from_disk", "/update_weights_from_disk", body)
@@ -165,9 +174,11 @@ class Recorder:
 
 
 def _shortened(answer: Any, folder: str) -> Any:
-    """Without the place on this machine, and with the first of many."""
+    """Without places on this machine, and with the first of many."""
     if isinstance(answer, dict):
         return {name: _shortened(value, folder) for name, value in answer.items()}
     if isinstance(answer, list):
         return [_shortened(value, folder) for value in answer[:3]]
-    return answer.replace(folder, "MODEL")[:300] if isinstance(answer, str) else answer
+    if isinstance(answer, str):
+        return answer.replace(folder, "MODEL").partition("\n\n  File ")[0][:300]
+    return answer
