@@ -173,6 +173,30 @@ async def test_an_agent_of_one_s_own_is_told(world, tracer, memory):
     assert (reward.outputs["score"], reward.attributes["source"]) == (0.25, "agent")
 
 
+async def test_what_cannot_be_told_costs_the_span_only(world, tracer, memory):
+    """Outputs of a shape that nobody expects leave the trajectory as it is; the other spans are there."""
+
+    @register("test_tracing_odd_agent")
+    class Odd(AgentLoopBase):
+        async def run(self, sampling_params, **row):
+            async with self.context.open_session(row) as session:
+                await session.extend(PROMPT)
+                await session.generate(sampling_params)
+            ledger = session.ledger
+            return AgentLoopOutput(
+                prompt_ids=ledger.prompt_ids,
+                response_ids=ledger.response_ids,
+                response_mask=ledger.response_mask,
+                extra_fields=["no", "mapping"],
+            )
+
+    world.build(["One.<|im_end|>"], agent="test_tracing_odd_agent", tracer=tracer)
+    batch = await world.manager.generate_sequences([{"raw_prompt": PROMPT}], n=1, step=0)
+    assert batch.trajectories[0].failure is None
+    (spans,) = told(tracer, memory).values()
+    assert [span.kind for span in spans] == [SpanKind.GENERATION, SpanKind.REWARD]
+
+
 async def test_a_cancelled_batch_is_told(world, call, tracer, memory):
     """Trajectories that are cancelled from outside end as spans of the kind cancelled, and the cancellation goes on."""
     world.build([call(("hanging", "{}"))], tracer=tracer, timeout_s=60.0)
@@ -198,6 +222,26 @@ async def test_rows_beyond_the_sample_are_not_told(world, memory):
     await world.manager.close()
     roots = Counter((span.labels.step, span.labels.sample_index) for span in of_kind(memory.spans, SpanKind.LOOP))
     assert roots == {(1, 0): 3, (1, 1): 3, (2, 0): 3, (2, 1): 3}
+
+
+async def test_a_stream_is_told(world, memory):
+    """Trajectories of a stream are told as those of a batch; the first rows of every step of it, whatever finishes first."""
+    tracer = Tracer(memory, max_samples_per_step=1, rows_per_step=2)
+    manager = world.build(["One.<|im_end|>"] * 12, tracer=tracer)
+    rows = [{"raw_prompt": PROMPT, "index": index} for index in range(6)]
+    async with manager.stream(rows, n=2, step=3) as stream:
+        batch = await stream.take_batch(6)
+    assert batch.metrics["trace/dropped_spans"] == 0.0
+    traces = told(tracer, memory)
+    assert {root.inputs["row"]["index"] for root, *_ in traces.values()} == {0, 2, 4}
+    assert {(root.labels.step, root.labels.rollout_n) for root, *_ in traces.values()} == {(3, 0), (3, 1)}
+    by_id = {trajectory.trajectory_id: trajectory for trajectory in batch.trajectories}
+    for name, (_, generation, reward) in traces.items():
+        (segment,) = by_id[name].segments
+        ids = generation.inputs["prompt_ids"] + generation.outputs["token_ids"]
+        assert ids == segment.prompt_ids + segment.response_ids
+        assert reward.outputs["score"] == by_id[name].reward.score
+    await manager.close()
 
 
 @pytest.mark.parametrize("sink", [HangingSink(), FailingSink()], ids=["hangs", "is down"])

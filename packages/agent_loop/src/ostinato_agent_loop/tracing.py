@@ -6,6 +6,7 @@ the tasks of servers and by threads, which no context variable reaches.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from ostinato_agent_loop.trajectory import Trajectory
 from ostinato_rollout import Failure
 from ostinato_rollout.tracing import SpanError, TrajectoryTrace
 from ostinato_tools import ToolExecutor
+
+logger = logging.getLogger(__name__)
 
 _PROMPTS = ("raw_prompt", "prompt")
 
@@ -34,16 +37,15 @@ async def traced_trajectory(
         trajectory_id: Whose tools are watched.
         tools: Run them.
     """
-    inputs = _inputs(row)
     tools.observers[trajectory_id] = trace.tool_call
     try:
         trajectory = await running
     except BaseException as error:  # a cancellation, most of all
-        trace.end(inputs, {}, SpanError.of(error))
+        _end(trace, row, None, SpanError.of(error))
         raise
     finally:
         tools.observers.pop(trajectory_id, None)
-    trace.end(inputs, _outputs(trajectory), _error(trajectory.failure))
+    _end(trace, row, trajectory, _error(trajectory.failure))
     return trajectory
 
 
@@ -62,6 +64,16 @@ async def traced_reward(trace: TrajectoryTrace, trajectory: Trajectory, scoring:
         trace.reward(start_ns, {"score": reward.score, "extra": reward.extra}, source=source)
     elif trajectory.failure is not None:
         trace.reward(start_ns, {}, source=source, error=_error(trajectory.failure))
+
+
+def _end(
+    trace: TrajectoryTrace, row: Mapping[str, Any], trajectory: Trajectory | None, error: SpanError | None
+) -> None:
+    """Record the trajectory; rows and outputs of foreign shapes cost the span, never the trajectory."""
+    try:
+        trace.end(_inputs(row), {} if trajectory is None else _outputs(trajectory), error)
+    except Exception:
+        logger.exception("trajectory %s cannot be recorded", trace.labels.trajectory_id)
 
 
 def _inputs(row: Mapping[str, Any]) -> dict[str, Any]:

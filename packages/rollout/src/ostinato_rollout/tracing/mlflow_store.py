@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import msgspec
 
@@ -67,7 +67,7 @@ def open_experiment(uri: str, name: str) -> tuple[MlflowClient, str]:
         RequestTimeoutError: Another process has been opening it for too long.
     """
     path = _sqlite_path(uri)
-    with _opening, nullcontext() if path is None else _prepared_file(path):
+    with nullcontext() if path is None else _prepared_file(path):
         client = MlflowClient(tracking_uri=uri if path is None else _patient(uri))
         experiment = client.get_experiment_by_name(name)
         if experiment is not None:
@@ -206,22 +206,35 @@ def _patient(uri: str) -> str:
 def _prepared_file(path: Path) -> Iterator[None]:
     """Hold a lock beside a SQLite file, so that one process makes its tables; let readers and writers not block each other."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + _OPENING_TIMEOUT_S
-    with path.with_name(f".{path.name}.lock").open("w") as lock:
-        while True:
+    began = time.monotonic()
+    if not _opening.acquire(timeout=_OPENING_TIMEOUT_S):
+        raise _still_opening(path, "a thread")
+    try:
+        with path.with_name(f".{path.name}.lock").open("w") as lock:
+            _lock_file(lock, path, began + _OPENING_TIMEOUT_S)
+            connection = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise RequestTimeoutError(
-                        f"{path} must be free to be opened within {_OPENING_TIMEOUT_S:g} s, got a lock held by another process;"
-                        " look for one that hangs"
-                    ) from None
-                time.sleep(0.05)
-        connection = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S)
+                connection.execute("PRAGMA journal_mode=WAL").fetchone()
+            finally:
+                connection.close()
+            yield
+    finally:
+        _opening.release()
+
+
+def _lock_file(lock: IO[str], path: Path, deadline: float) -> None:
+    """Wait until no other process holds the lock."""
+    while True:
         try:
-            connection.execute("PRAGMA journal_mode=WAL").fetchone()
-        finally:
-            connection.close()
-        yield
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise _still_opening(path, "another process") from None
+            time.sleep(0.05)
+
+
+def _still_opening(path: Path, holder: str) -> RequestTimeoutError:
+    return RequestTimeoutError(
+        f"{path} must be free to be opened within {_OPENING_TIMEOUT_S:g} s, got a lock held by {holder}; look for what hangs"
+    )

@@ -27,7 +27,7 @@ MAX_SHARE: Final = 0.1
 _BATCH: Final = 32
 _MAX_ATTEMPTS: Final = 3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0
-_JOIN_S: Final = 0.1
+_LOOK_S: Final = 0.02
 
 
 class Decoder(Protocol):
@@ -146,11 +146,13 @@ class Tracer:
 
     async def aclose(self, timeout_s: float | None = None) -> TracerStats:
         """`close`, without holding the event loop up; if it is cancelled, what waits is dropped."""
+        deadline = self._begin_to_close(timeout_s)
         try:
-            return await asyncio.to_thread(self.close, timeout_s)
-        except asyncio.CancelledError:
-            self._abandoned.set()
-            raise
+            while self._is_ending(deadline):  # noqa: ASYNC110  (no loop is told of a thread's end)
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            stats = self._settle()
+        return stats
 
     def close(self, timeout_s: float | None = None) -> TracerStats:
         """Write what waits, up to a deadline, and end. Says in the log what was dropped. Closing again changes nothing.
@@ -161,11 +163,22 @@ class Tracer:
         Returns:
             The final counts; nothing waits any more.
         """
+        deadline = self._begin_to_close(timeout_s)
+        while self._is_ending(deadline):
+            self._thread.join(_LOOK_S)
+        return self._settle()
+
+    def _begin_to_close(self, timeout_s: float | None) -> float:
+        """Take no more spans; return the deadline."""
         self._closing.set()
         self._queue.close()
-        deadline = time.monotonic() + (self._shutdown_timeout_s if timeout_s is None else timeout_s)
-        while self._thread.is_alive() and not self._abandoned.is_set() and time.monotonic() < deadline:
-            self._thread.join(min(_JOIN_S, max(0.0, deadline - time.monotonic())))
+        return time.monotonic() + (self._shutdown_timeout_s if timeout_s is None else timeout_s)
+
+    def _is_ending(self, deadline: float) -> bool:
+        return self._thread.is_alive() and not self._abandoned.is_set() and time.monotonic() < deadline
+
+    def _settle(self) -> TracerStats:
+        """Give up what still waits."""
         self._abandoned.set()
         is_first = self._queue.settle()
         stats = self.stats
