@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ostinato_engines import TokenOutput
+from ostinato_engines import PauseMode, TokenOutput
 from ostinato_engines.transformers_server import TransformersServer
 from ostinato_trainer.assembly import run_training
 from ostinato_trainer.batch import Batch
@@ -56,6 +56,17 @@ class BareServer(RecordingServer):
     async def generate(self, *arguments: Any, **options: Any) -> list[int]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """See AsyncServerBase."""
         return (await super().generate(*arguments, **options)).token_ids
+
+
+class PausedServer(RecordingServer):
+    """Remembers how it was paused."""
+
+    modes: ClassVar[list[PauseMode]] = []
+
+    async def pause(self, mode: PauseMode = PauseMode.ABORT) -> None:
+        """See AsyncServerBase."""
+        type(self).modes.append(mode)
+        await super().pause(mode)
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +123,15 @@ def records(output: Path) -> list[dict[str, Any]]:
 
 def recorded_calls(name: str) -> list[tuple[list[int], list[int]]]:
     """What the server class that was loaded by path has recorded."""
+    return third_party_class(name).calls
+
+
+def third_party_class(name: str) -> Any:
+    """The server class that was loaded by path."""
     import sys
 
     modules = [module for key, module in sys.modules.items() if key.endswith("third_party_server")]
-    return getattr(modules[-1], name).calls
+    return getattr(modules[-1], name)
 
 
 def test_trained_ids_are_the_sampled_ids(home: Path, tmp_path: Path, trained: list[Batch]) -> None:
@@ -204,6 +220,14 @@ def test_the_engine_gets_the_trained_weights(home: Path, tmp_path: Path) -> None
     after = load_file(tmp_path / "global_step_2" / "huggingface" / "model.safetensors")
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_engine_is_paused_as_the_key_says(home: Path, tmp_path: Path) -> None:
+    """Each update of the weights pauses the engine in the mode of `rollout.pool.sync_pause`."""
+    overrides = server_overrides("PausedServer", tmp_path)
+    keys = ("trainer.total_training_steps=1", "actor_rollout_ref.rollout.pool.sync_pause=keep")
+    run_training(configured(home, tmp_path / "run", *overrides, *keys))
+    assert third_party_class("PausedServer").modes == [PauseMode.KEEP] * 2
 
 
 def test_kl_loss_mini_batches_and_epochs(home: Path, tmp_path: Path, trained: list[Batch]) -> None:
