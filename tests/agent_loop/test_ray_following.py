@@ -87,6 +87,19 @@ async def test_what_is_inside_of_a_replica_is_taken_back_before_it_is_waited_for
     assert len(watched.asked) == 2
 
 
+async def test_a_replica_that_was_drained_is_let_go_of():
+    """Once nothing is inside of it, workers need not reach it; one in service that was only waited for stays."""
+    watched, server = Watched(), Elsewhere(1)
+    watched.follower.add_server(server)
+    await watched.follower.left(server)
+    assert watched.view.endpoints == (server.endpoint,)
+    watched.follower.remove_server(server)
+    await watched.follower.left(server)
+    assert (watched.view.endpoints, watched.view.draining) == ((), ())
+    watched.follower.add_server(server)
+    assert watched.view.endpoints == (server.endpoint,)
+
+
 def test_a_replica_that_knows_of_its_failure_is_told_of():
     """Whoever is called by the replica passes it on; one that has just been lost is not in the view."""
     watched, server = Watched(), Elsewhere(1)

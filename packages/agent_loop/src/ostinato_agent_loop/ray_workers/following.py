@@ -118,6 +118,8 @@ class ReplicaFollower:
             await asyncio.wait(self._telling)
         if endpoint is not None:
             await self._tell_all("left", endpoint)
+            if endpoint in self.view.draining:  # nothing is there any more, and the pool may end it without a word
+                self.remove_server(server, take_back=True)
 
     def hold(self, reason: str) -> None:
         """Turns wait."""
