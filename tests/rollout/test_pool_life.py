@@ -385,6 +385,27 @@ async def test_a_replica_whose_calls_hang_lets_go_of_them_when_it_is_lost(starte
     assert [output.token_ids for output in await asyncio.gather(*turns)] == [[0] * 4] * 2
 
 
+async def test_a_replica_that_ignores_cancellation_holds_nobody_up(started, monkeypatch):
+    """An engine that goes on whatever it is told is lost at the deadline, and the pool goes on with another in its place."""
+    monkeypatch.setattr("ostinato_rollout.patience.GRACE_S", 0.01)
+    pool, engines, factory = await started(2, timeout_s=0.05)
+    await pool.sleep()
+    may_end = asyncio.Event()
+
+    async def stubborn(tags=None):
+        while not may_end.is_set():
+            try:
+                await may_end.wait()
+            except asyncio.CancelledError:
+                continue
+
+    engines[0].wake_up = stubborn
+    await pool.wake_up()
+    await until(lambda: serving(pool) == [0, 1])
+    assert set(pool.servers) == {engines[1], factory.made[0]}
+    may_end.set()
+
+
 # Health
 
 
