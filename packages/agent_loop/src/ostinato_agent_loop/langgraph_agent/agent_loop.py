@@ -30,8 +30,8 @@ class LangGraphAgentLoop(AgentLoopBase):
 
     A trajectory has one segment for each conversation that its graph led, in the order in which they began. The graph ends
     at its own end, at `max_steps`, or where its model may not have another turn: the limits of
-    `actor_rollout_ref.rollout.multi_turn` count the turns of all conversations together, and a conversation may use what
-    those before it have left of the response's length when it begins.
+    `actor_rollout_ref.rollout.multi_turn` count the turns of all conversations together, and all conversations share the
+    response's length.
     """
 
     max_steps: ClassVar[int] = 200
@@ -76,7 +76,10 @@ class LangGraphAgentLoop(AgentLoopBase):
         `tool_agent`, `messages` (the conversation that had the last turn), and what `extra_fields` adds."""
         context = self.context
         conversations = GraphConversations(
-            lambda tools, number: self._open_session(row, tools, number), sampling_params, context.config
+            lambda tools, number: self._open_session(row, tools, number),
+            sampling_params,
+            context.config,
+            context.share_budget,
         )
         bridge = LoopBridge()
         async with context.tools.open(context.trajectory_id, row_tools_kwargs(row), row_tool_selection(row)) as opened:

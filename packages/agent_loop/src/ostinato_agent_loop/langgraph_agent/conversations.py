@@ -43,6 +43,7 @@ class GraphConversations:
         open_chat: Makes a conversation that shows the model these tools; the number is its place among those begun.
         sampling_params: How to sample. Each conversation has a seed of its own, derived from the one given.
         config: How many turns there may be.
+        share_budget: Called before each turn: lets no conversation use what others have used.
     """
 
     def __init__(
@@ -50,8 +51,10 @@ class GraphConversations:
         open_chat: Callable[[Sequence[dict], int], ChatSession],
         sampling_params: SamplingParams,
         config: MultiTurnConfig,
+        share_budget: Callable[[], None] = lambda: None,
     ) -> None:
         self._open_chat, self._sampling_params, self._config = open_chat, sampling_params, config
+        self._share_budget = share_budget
         self._tracked = TrackedChats(self._open, max_open=_MAX_OPEN)
         self._params: dict[ChatSession, SamplingParams] = {}
         self._finished: TrajectoryEnd | None = None
@@ -103,20 +106,23 @@ class GraphConversations:
         tracked = self._tracked.find(messages, tools)
         goes_on = tracked is not None and tracked.answered
         self._check_limits(goes_on)
-        is_found, brings_turns = tracked is not None, any(message["role"] == "assistant" for message in messages)
+        brings_turns = any(map(has_sampled, self._tracked.begun)) and any(m["role"] == "assistant" for m in messages)
         number = self._num_begun
         self._num_begun += 1
         self.num_assistant_turns += 1
         is_sampled = False
         try:
+            self._share_budget()
             tracked = tracked or self._tracked.begin(tools)
             async with self._tracked.hold(tracked, messages):
                 self.num_user_turns += goes_on
+                ledger = tracked.chat.ledger
+                is_exact = ledger is not None and ledger.num_sampled > 0
                 turn = await self._sample(tracked, number, max_tokens)
                 tracked.answer(show(turn))
                 is_sampled = True
             self.num_continuations += brings_turns
-            self.num_exact_continuations += brings_turns and is_found
+            self.num_exact_continuations += brings_turns and is_exact
             return turn
         except BudgetExceededError as error:
             end = self._end_of(error, goes_on)
