@@ -9,6 +9,7 @@ import signal
 import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -35,7 +36,7 @@ class Asker:
     """Asks at an address, each request over a connection of its own."""
 
     def __init__(self, address) -> None:
-        self._address = address
+        self.address = address
 
     async def __call__(self, messages, **more) -> dict:
         """Return the first answer's message."""
@@ -44,8 +45,8 @@ class Asker:
     async def choices(self, messages, **more) -> list[dict]:
         """Return the messages of all answers."""
         body = json.dumps({"messages": messages, **more}).encode()
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._address.api_key}"}
-        request = urllib.request.Request(f"{self._address.base_url}/chat/completions", body, headers)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.address.api_key}"}
+        request = urllib.request.Request(f"{self.address.base_url}/chat/completions", body, headers)
 
         def send():
             with urllib.request.urlopen(request) as answer:
@@ -373,3 +374,54 @@ async def test_the_same_seed_gives_the_same_trajectory(world, agent):
         seen.append(sorted(segment.response_ids for segment in trajectory.segments))
         assert len({request.params.seed for request in world.server.requests}) == 5
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("kind", ["function", "command"])
+async def test_cancelled_anywhere_nothing_is_left(world, agent, kind):
+    """Whenever a batch is cancelled, no task, descriptor, process or conversation of its trajectories stays behind."""
+
+    async def act(ask, row):
+        await asyncio.gather(*(_ask_without_threads(ask.address, [user(text)]) for text in ("One", "Two")))
+
+    name = agent(act) if kind == "function" else "gateway_agent"
+    options = {"gateway": GatewayConfig(command=["sh", "-c", "sleep 600"])}
+    num_open, children = 0, _children()
+    for num_steps in range(0, 120, 7):
+        manager = world.build(lambda request: "Yes.<|im_end|>", agent=name, agent_options=options)
+        rows = [{"raw_prompt": [user("Hello")]}] * 2
+        running = asyncio.create_task(manager.generate_sequences(rows, n=1, step=0))
+        for step in range(num_steps):
+            await asyncio.sleep(0.001 if kind == "command" and step % 10 == 0 else 0)
+        running.cancel()
+        await asyncio.wait({running})
+        assert world.client.num_sticky == 0
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others)
+        assert _children() == children
+        num_open = num_open or len(os.listdir("/proc/self/fd"))
+        assert len(os.listdir("/proc/self/fd")) <= num_open
+
+
+def _children() -> str:
+    """Ids of the processes that this one has started and that have not been waited for."""
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+
+
+async def _ask_without_threads(address, messages) -> None:
+    """Ask in so many steps of the event loop as it takes."""
+    host, port = address.base_url.split("/")[2].split(":")
+    body = json.dumps({"messages": messages}).encode()
+    head = [
+        f"POST {address.base_url.partition(port)[2]}/chat/completions HTTP/1.1",
+        "Host: x",
+        "Connection: close",
+        "Content-Type: application/json",
+        f"Authorization: Bearer {address.api_key}",
+        f"Content-Length: {len(body)}",
+    ]
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write("\r\n".join(head).encode() + b"\r\n\r\n" + body)
+        await reader.read()
+    finally:
+        writer.close()

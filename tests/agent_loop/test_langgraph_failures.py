@@ -131,6 +131,22 @@ async def test_a_full_response_is_an_end(world, graph_agent):
     assert len(segment.response_ids) <= 60
 
 
+async def test_conversations_that_take_turns_share_the_budget(world, graph_agent):
+    """A conversation that goes on after another one has used tokens has only what is left of the trajectory's response."""
+
+    async def node(model, tools, state):
+        histories = [[HumanMessage("One.")], [HumanMessage("Two.")]]
+        while True:
+            for history in histories:
+                history += [await model.ainvoke(history), HumanMessage("More.")]
+
+    agent = graph_agent(one_node(node))
+    trajectory = await world.run_one(lambda request: end("once again"), agent=agent, response=100)
+    segments = segments_of(trajectory)
+    assert len(segments) == 2
+    assert sum(len(segment.response_ids) for segment in segments) <= 100
+
+
 async def test_a_limit_that_the_graph_ignores_still_holds(world, graph_agent):
     """A graph that swallows the error of a limit, or tries again and again, gets no further turn; the limit is the reason."""
 
