@@ -579,6 +579,13 @@ def test_settings_out_of_range_are_refused(wrong):
         TraceConfig(**wrong)
 
 
+def test_settings_know_which_of_them_have_no_effect():
+    """Each backend has settings of its own, and without one there is nothing to set."""
+    assert TraceConfig(backend=TraceBackend.MLFLOW).unread == ("path",)
+    assert TraceConfig(backend=TraceBackend.JSONL).unread == ("project_name", "tracking_uri")
+    assert set(TraceConfig().unread) == set(TraceConfig.__struct_fields__) - {"backend"}
+
+
 def test_a_span_that_cannot_be_made_costs_only_itself(caplog):
     """A value that defeats the conversion drops its own span; the others of the batch are written."""
     with recording() as (tracer, sink):

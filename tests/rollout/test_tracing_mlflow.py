@@ -253,6 +253,7 @@ assert is_telemetry_disabled()
 """
 
 
+@pytest.mark.slow
 def test_several_processes_write_to_one_new_file(tmp_path):
     """Processes that open the same SQLite file at the same moment, before it has tables, all get everything written;
     none of them reports its use to MLflow's makers."""
@@ -344,9 +345,14 @@ def test_settings_make_a_tracer_that_writes_to_mlflow(uri, traces, tokenizer):
 
 
 def test_a_missing_extra_is_an_error_with_its_cure(monkeypatch):
-    """Without MLflow the settings are refused when they are read, with the line that installs it."""
+    """Without MLflow, or with one that is too old, the settings are refused when they are read, with the line that installs it."""
+    config = TraceConfig(backend=TraceBackend.MLFLOW)
+    monkeypatch.setattr("mlflow.version.VERSION", "3.5.1")
+    monkeypatch.delitem(sys.modules, "ostinato_rollout.tracing.mlflow_store")
+    monkeypatch.delattr("ostinato_rollout.tracing.mlflow_store")
+    with pytest.raises(ImportError, match=r"mlflow must be at least 3.6, got 3.5.1; run: pip install"):
+        completed(config, project_name="p", experiment_name="e", folder="run")
     monkeypatch.setitem(sys.modules, "ostinato_rollout.tracing.mlflow_store", None)
-    monkeypatch.delattr("ostinato_rollout.tracing.mlflow_store", raising=False)
     with pytest.raises(RolloutError, match=r"pip install 'ostinato-rollout\[mlflow\]'"):
         completed(TraceConfig(backend=TraceBackend.MLFLOW), project_name="p", experiment_name="e", folder="run")
 

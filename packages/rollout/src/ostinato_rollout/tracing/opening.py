@@ -90,7 +90,7 @@ def _mlflow():
         from ostinato_rollout.tracing import mlflow_store
     except ImportError as error:
         raise TracingUnavailableError(
-            f"trace.backend=mlflow must have the extra mlflow, got {error}; run: pip install 'ostinato-rollout[mlflow]',"
+            f"trace.backend=mlflow must have MLflow, got: {error}; run: pip install 'ostinato-rollout[mlflow]',"
             " or write trace.backend=jsonl"
         ) from error
     return mlflow_store
