@@ -18,6 +18,9 @@ _ACTOR: Final = "actor_rollout_ref.actor"
 RENAMED_PATHS: Final[dict[str, str]] = {
     "agent_loop": f"{_AGENT}.default_agent_loop",
     f"{_ROLLOUT}.agent_loop": f"{_AGENT}.default_agent_loop",
+    f"{_ROLLOUT}.backend": f"{_ROLLOUT}.name",
+    "rollout.backend": f"{_ROLLOUT}.name",
+    "backend": f"{_ROLLOUT}.name",
     f"{_ROLLOUT}.tool_kwargs": f"{_MULTI_TURN}.tool_config_path",
     f"{_ROLLOUT}.prompt_length": "data.max_prompt_length",
     f"{_ROLLOUT}.response_length": "data.max_response_length",
@@ -48,7 +51,6 @@ RENAMED_NAMES: Final[dict[str, str]] = {
     "num_agent_workers": f"{_AGENT}.num_workers",
     "tp_size": f"{_ROLLOUT}.tensor_model_parallel_size",
     "tensor_parallel_size": f"{_ROLLOUT}.tensor_model_parallel_size",
-    "backend": f"{_ROLLOUT}.name",
     "use_vllm": f"{_ROLLOUT}.name",
     "mem_fraction_static": f"{_ROLLOUT}.gpu_memory_utilization",
     "vllm_gpu_memory_utilization": f"{_ROLLOUT}.gpu_memory_utilization",
