@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 
 pytest.importorskip("starlette", reason="the app needs the extra serve")
 pytest.importorskip("uvicorn", reason="the app needs the extra serve")
+
+from ostinato_rollout.openai_app import AppLimits
+from ostinato_rollout.openai_app.answers import Answer, Choice
+from ostinato_rollout.openai_app.responses import parse_responses_request, response
 
 PATH = "/v1/responses"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 30}}\n</tool_call><|im_end|>'
@@ -127,6 +132,9 @@ async def test_a_cut_turn_is_incomplete(openai_app, ask):
             "input[0].content[0].type",
         ),
         ({"input": [{"type": "reasoning", "id": "rs", "encrypted_content": "x"}]}, "input[0].encrypted_content"),
+        ({"input": [{"type": "reasoning", "summary": []}, {"role": "user", "content": "x"}]}, "input"),
+        ({"input": "x", "tools": [{**ADD, "strict": True}]}, "tools[0].strict"),
+        ({"input": "x", "tools": [ADD, ADD]}, "tools[1].name"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "x", "conversation": "conv_1"}, "conversation"),
         ({"input": "x", "store": True}, "store"),
@@ -173,3 +181,48 @@ async def test_the_official_client(openai_app):
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             await client.responses.create(model="tiny", input="x", previous_response_id=third.id)
         assert len(await app.sessions.take("s")) == 1
+
+
+async def test_the_clients_helpers(openai_app):
+    """`parse` without a form works and with one is refused by name; a stream that is cut ends with its incomplete response."""
+    openai = pytest.importorskip("openai", reason="the official client is not installed")
+    pydantic = pytest.importorskip("pydantic")
+    form = pydantic.create_model("Form", x=(int, ...))
+    async with (
+        openai_app(["Hi.<|im_end|>", "Hello there.<|im_end|>"]) as (url, _, _),
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client,
+    ):
+        assert (await client.responses.parse(model="tiny", input="x")).output_text == "Hi."
+        with pytest.raises(openai.BadRequestError, match="text must be left out"):
+            await client.responses.parse(model="tiny", input="x", text_format=form)
+        async with client.responses.stream(model="tiny", input="x", max_output_tokens=1) as stream:
+            events = [event async for event in stream]
+        assert events[-1].type == "response.incomplete"
+        assert events[-1].response.incomplete_details.reason == "max_output_tokens"
+        with pytest.raises(openai.NotFoundError, match="/v1/responses"):
+            await client.responses.retrieve("resp_1")
+
+
+async def test_a_stream_that_fails_on_its_way_is_an_error(openai_app):
+    """A failure after a stream has begun is an error of the client, in the words that a plain request would have had."""
+    openai = pytest.importorskip("openai", reason="the official client is not installed")
+    gate, limits = asyncio.Event(), AppLimits(keepalive_s=0.01)
+    async with (
+        openai_app([RuntimeError("out of memory")], pool_options={"gate": gate}, limits=limits) as (url, _, _),
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client,
+    ):
+        stream = await client.responses.create(model="tiny", input="x", stream=True)  # returns when it has begun
+        gate.set()
+        with pytest.raises(openai.APIError, match="out of memory"):
+            _ = [event async for event in stream]
+
+
+@pytest.mark.parametrize(("finish_reason", "reason"), [("length", "max_output_tokens"), ("abort", "abort")])
+def test_why_a_response_is_incomplete(finish_reason, reason):
+    """A turn that the engine gave up is not said to have reached a limit."""
+    message = {"role": "assistant", "content": ""}
+    choice = Choice(message, (), finish_reason, [1], [], None, 0, "r", False)
+    request = parse_responses_request(b'{"input": "x"}', AppLimits(), vocab_size=9)
+    whole = response(Answer("chatcmpl-1", 0, "tiny", [choice]), request)
+    assert (whole["status"], whole["incomplete_details"]) == ("incomplete", {"reason": reason})
+    assert whole["output"][0]["content"][0]["text"] == ""

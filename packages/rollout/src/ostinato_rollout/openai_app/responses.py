@@ -46,6 +46,7 @@ _CURES = {
     "text": "nothing constrains what is sampled, so ask for a form in words",
     "parallel_tool_calls": "nothing constrains what is sampled, so ask for it in words",
 }
+_REASONS = {"length": "max_output_tokens"}
 _SAME_NAMES = ("model", "stream", "temperature", "top_p", "tool_choice", "user")
 
 
@@ -148,7 +149,16 @@ def parse_responses_request(body: bytes, limits: AppLimits, *, vocab_size: int) 
     chat["tools"] = [_chat_tool(tool) for tool in given.get("tools") or []]
     if parsed.max_output_tokens is not None:
         chat["max_completion_tokens"] = parsed.max_output_tokens
-    return ResponsesRequest(chat_request(chat, limits, vocab_size=vocab_size), given)
+    try:
+        return ResponsesRequest(chat_request(chat, limits, vocab_size=vocab_size), given)
+    except ApiError as error:
+        raise _in_items(error) from None
+
+
+def _in_items(error: ApiError) -> ApiError:
+    """Name a tool's fields where they stand here: beside its type, not within `function`."""
+    message, param = (text and text.replace("].function.", "].") for text in (str(error), error.param))
+    return ApiError(message or "", status=error.status, param=param, code=error.code)
 
 
 def _messages(parsed: _Body, limits: AppLimits) -> list[dict]:
@@ -176,6 +186,11 @@ def _messages(parsed: _Body, limits: AppLimits) -> list[dict]:
             messages.append({"role": item.role, "content": _text(item.content)})
         else:
             turn = _in_turn(turn, item, messages)
+    if any(message.keys() <= {"role", "reasoning_content"} for message in messages):
+        raise ApiError(
+            "input must hold a message or a call after each reasoning, got one alone; send all items of a turn",
+            param="input",
+        )
     return messages
 
 
@@ -222,7 +237,7 @@ def response(answer: Answer, request: ResponsesRequest) -> dict[str, Any]:
     return {
         **_head(answer, request),
         "status": "incomplete" if cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "incomplete_details": {"reason": _REASONS.get(choice.finish_reason, choice.finish_reason)} if cut else None,
         "output": _items(answer, choice, "incomplete" if cut else "completed"),
         "usage": _usage(choice),
     }
