@@ -61,7 +61,7 @@ def run_serve(path: Path, settings: ServeSettings, *, console: Console) -> None:
         tool_format = run_config.actor_rollout_ref.rollout.multi_turn.format
     parser = _parser(tool_format, tokenizer, console)
     name = settings.model_name or _name_of(model_path)
-    pool = ServerPool([_engine(model_path, settings)])
+    pool = ServerPool([_engine(model_path, settings)], make_server=lambda _: _engine(model_path, settings))
     tokens = ContinuousTokens(
         tokenizer, template_kwargs=None if run_config is None else run_config.data.apply_chat_template_kwargs
     )
