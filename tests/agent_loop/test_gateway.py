@@ -352,6 +352,19 @@ async def agent(base_url, api_key, row):
     assert sampled_ids([segment]) == [world.encode("Hello.<|im_end|>")]
 
 
+async def test_a_function_that_exits_ends_its_trajectory_only(world, tmp_path):
+    """`sys.exit` in a function is its trajectory's failure, and in its file a setting that cannot be used; neither ends the run."""
+    (tmp_path / "exits.py").write_text("import sys\nasync def agent(base_url, api_key, row):\n    sys.exit('enough')\n")
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(0)\n")
+    options = {"gateway": GatewayConfig(function=f"{tmp_path / 'exits.py'}:agent")}
+    trajectory = await world.run_one(["x"], agent="gateway_agent", agent_options=options)
+    assert trajectory.failure.kind is FailureKind.AGENT
+    assert "exit('enough')" in trajectory.failure.message
+    options = {"gateway": GatewayConfig(function=f"{tmp_path / 'script.py'}:agent")}
+    with pytest.raises(AgentConfigError, match="importable"):
+        world.build(["x"], agent="gateway_agent", agent_options=options)
+
+
 async def test_an_agent_of_ones_own_needs_no_settings(world):
     """A class that overrides `act` runs without a command, and may fail in its own words."""
 

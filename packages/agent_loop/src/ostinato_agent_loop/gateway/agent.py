@@ -16,7 +16,7 @@ from typing import Any
 
 from ostinato_agent_loop.base import AgentLoopBase
 from ostinato_agent_loop.config import RolloutConfig
-from ostinato_agent_loop.errors import AgentConfigError, AgentRowError
+from ostinato_agent_loop.errors import AgentConfigError, AgentProgramError, AgentRowError
 from ostinato_agent_loop.gateway.address import GatewayAddress, open_address
 from ostinato_agent_loop.gateway.program import run_program
 from ostinato_agent_loop.gateway.recording import Recording
@@ -63,10 +63,14 @@ class GatewayAgentLoop(AgentLoopBase):
         async with open_address(recording.app, recording.api_key) as address:
             try:
                 output = await self.act(address, seen)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 if recording.engine_error is not None:
                     raise recording.engine_error from error
                 if recording.end is TrajectoryEnd.PROGRAM_ENDED:
+                    if isinstance(error, SystemExit):  # it would end the whole run
+                        raise AgentProgramError(
+                            f"an agent in this process must return or raise, got exit({error.code!r}); raise an error"
+                        ) from error
                     raise
                 # It was refused for a limit of the trajectory, and few programs expect that: an end like any other.
                 output = None
@@ -117,7 +121,7 @@ def load_function(target: str) -> Callable[..., Any]:
     try:
         module = execute_file(Path(where).expanduser()) if where.endswith(".py") else importlib.import_module(where)
         function = getattr(module, name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise AgentConfigError(
             f"agent.gateway.function must be importable, got {type(error).__name__} for {target!r}: {error}; check the path"
         ) from error
