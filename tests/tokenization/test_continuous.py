@@ -1,5 +1,7 @@
 """Conversations grow by what is new, and what was sampled stays as it was."""
 
+import pickle
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -491,3 +493,21 @@ def test_nothing_is_appended_to_an_empty_ledger(tokens):
     with pytest.raises(LedgerError, match="use build_initial_tokens"):
         tokens.merge_context_messages(ledger, messages, [{"role": "user", "content": "c"}])
     assert len(ledger) == 0
+
+
+@pytest.mark.parametrize("template_kwargs", [None, {"enable_thinking": False}])
+def test_tokens_that_were_used_can_be_pickled(tiny, template_kwargs):
+    """What was compiled for one process is no part of what goes to another, which makes the same of the conversation."""
+    tokens = ContinuousTokens(tiny, template_kwargs=template_kwargs)
+
+    def run(one):
+        asked = [{"role": "user", "content": "a"}]
+        ledger = one.build_initial_tokens(asked)
+        one.merge_assistant_tokens(ledger, [*one.tokenizer.encode_text("b"), one.tokenizer.stop_token_ids[0]], None)
+        one.merge_context_messages(
+            ledger, [*asked, {"role": "assistant", "content": "b"}], [{"role": "user", "content": "c"}]
+        )
+        return ledger
+
+    ledger = run(tokens)
+    assert run(pickle.loads(pickle.dumps(tokens))) == ledger

@@ -80,6 +80,9 @@ class TemplateProfile:
             if (token_id := tokenizer.control_token_id(text)) is not None
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _profile_of, (self._tokenizer, self._kwargs)  # what was compiled is compiled again where it is needed
+
     @property
     def has_opening_stops(self) -> bool:
         """Whether a stop token can be the opener of the next turn."""
@@ -366,3 +369,7 @@ def check_prefix(before: str, whole: str) -> None:
         "the rendered conversation must begin with what was rendered before, got a difference at character"
         f" {at}: {before[at : at + 40]!r} became {whole[at : at + 40]!r}; begin a new segment"
     )
+
+
+def _profile_of(tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> TemplateProfile:
+    return tokenizer.profile(template_kwargs)
