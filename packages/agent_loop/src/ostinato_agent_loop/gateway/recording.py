@@ -135,7 +135,9 @@ class Recording:
 
     def _note_failure(self, error: BaseException) -> None:
         if isinstance(error, BudgetExceededError):
-            self.end, self._refusal = TrajectoryEnd.RESPONSE_LENGTH, error
+            is_cut = error.limit == "max_tokens"  # the turn before has no end to go on from
+            self.end = TrajectoryEnd.TURN_LENGTH if is_cut else TrajectoryEnd.RESPONSE_LENGTH
+            self._refusal = error
         elif isinstance(error, Exception):
             known = as_api_error(error)
             if known is None or known.status >= 500:
