@@ -96,6 +96,21 @@ async def test_conversations_that_take_turns_share_the_budget(world, agent):
     assert {segment.stop_reason for segment in trajectory.segments} == {TrajectoryEnd.RESPONSE_LENGTH}
 
 
+async def test_more_conversations_than_there_may_be_end_the_trajectory(world, agent):
+    """A program that fails when it may not begin another conversation has ended there; one that asks for too many at once has nothing."""
+
+    async def act(ask, row):
+        for number in range(5):
+            await ask([user(f"Question {number}")], n=row.get("n", 1))
+
+    name, options = agent(act), {"gateway": GatewayConfig(command=["true"], max_segments=3)}
+    trajectory = await world.run_one(["Yes.<|im_end|>"] * 9, agent=name, agent_options=options)
+    assert trajectory.failure is None, trajectory.failure
+    assert [segment.stop_reason for segment in trajectory.segments] == [TrajectoryEnd.MAX_SEGMENTS] * 3
+    trajectory = await world.run_one(["Yes.<|im_end|>"] * 9, {"n": 4}, agent=name, agent_options=options)
+    assert "at most 3 conversations" in trajectory.failure.message
+
+
 @pytest.mark.parametrize("n", [1, 3])
 async def test_a_prompt_without_room_ends_the_trajectory_for_any_number_of_samples(world, agent, n):
     """A request that finds no room, be it for several samples, is the limit that ends a trajectory, and no failure."""

@@ -41,6 +41,8 @@ class TrajectoryEnd(StrEnum):
     """A tool said that the trajectory is over."""
     MALFORMED_CALLS = "malformed_calls"
     """Too many turns in a row held only calls that could not be read."""
+    MAX_SEGMENTS = "max_segments"
+    """A program has begun as many conversations as it may."""
     PROGRAM_ENDED = "program_ended"
     """The agent's program came to its end."""
     NOTHING_GENERATED = "nothing_generated"

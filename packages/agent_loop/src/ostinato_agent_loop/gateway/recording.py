@@ -58,7 +58,7 @@ class Recording:
         """Why the trajectory ends when the program does: what a request was last refused for, if any."""
         self.engine_error: Exception | None = None
         """Why the last request could not be answered, where that was not the program's fault."""
-        self._refusal: Exception | None = None  # the last request's, for want of room
+        self._refusal: Exception | None = None  # the last request's, at a limit of the trajectory
         self.api_key = secrets.token_urlsafe(32)
         self.app = OpenAIApp(
             None,
@@ -138,6 +138,8 @@ class Recording:
             is_cut = error.limit == "max_tokens"  # the turn before has no end to go on from
             self.end = TrajectoryEnd.TURN_LENGTH if is_cut else TrajectoryEnd.RESPONSE_LENGTH
             self._refusal = error
+        elif isinstance(error, ApiError) and error.code == "too_many_segments":
+            self.end, self._refusal = TrajectoryEnd.MAX_SEGMENTS, error
         elif isinstance(error, Exception):
             known = as_api_error(error)
             if known is None or known.status >= 500:
