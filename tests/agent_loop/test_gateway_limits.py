@@ -140,6 +140,17 @@ async def test_several_samples_count_as_so_many_turns(world, agent):
     assert {segment.num_turns for segment in trajectory.segments} == {4}
 
 
+async def test_more_samples_at_once_than_there_may_be_turns_are_told(world, agent):
+    """A trajectory whose only request asked for too many samples fails with that, not with having asked nothing."""
+
+    async def act(ask, row):
+        await ask([user("One")], n=4)
+
+    trajectory = await world.run_one(["Yes.<|im_end|>"] * 4, agent=agent(act), max_assistant_turns=3)
+    assert "at most 3 turns" in trajectory.failure.message
+    assert not world.server.requests
+
+
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("swallows", [False, True])
 async def test_the_engines_failure_stays_the_engines(world, agent, n, swallows):

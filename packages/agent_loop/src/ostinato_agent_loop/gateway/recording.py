@@ -148,11 +148,12 @@ class Recording:
     def _check_turns(self, num_new: int) -> None:
         limit = self._context.config.max_assistant_turns
         if limit is not None and self._num_turns + num_new > limit:
-            self.end = TrajectoryEnd.MAX_ASSISTANT_TURNS
-            raise ApiError(
+            error = ApiError(
                 f"the model must be asked for at most {limit} turns in a trajectory, got {num_new} more; end here",
                 code="max_assistant_turns",
             )
+            self.end, self.engine_error, self._refusal = TrajectoryEnd.MAX_ASSISTANT_TURNS, None, error
+            raise error
 
     def _params(self, asked: SamplingParams) -> SamplingParams:
         given = self._sampling_params
