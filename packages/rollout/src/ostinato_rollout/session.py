@@ -19,20 +19,14 @@ from ostinato_rollout.activity import SessionActivity
 from ostinato_rollout.client import LLMServerClient
 from ostinato_rollout.config import SessionConfig
 from ostinato_rollout.diagnostics import discard, register
-from ostinato_rollout.errors import BudgetExceededError, SessionInputError, SessionStateError
+from ostinato_rollout.errors import SessionStateError
 from ostinato_rollout.seeds import derive_seed
+from ostinato_rollout.segments import Segments
 from ostinato_rollout.tracing.trajectory_trace import GenerationTrace, TrajectoryTrace
 from ostinato_rollout.turn_reader import TurnReader
 from ostinato_rollout.turns import assistant_message, checked_messages, empty_reply
 from ostinato_rollout.types import Reply, SessionBudget, SessionMetrics
-from ostinato_tokenization import (
-    ContinuousTokens,
-    HistoryRewrittenError,
-    Origin,
-    SanityCheckMode,
-    TokenLedger,
-    check_ledger,
-)
+from ostinato_tokenization import ContinuousTokens, SanityCheckMode, TokenLedger, check_ledger
 from ostinato_tools import ToolParser
 
 logger = logging.getLogger(__name__)
@@ -78,7 +72,7 @@ class ChatSession:
         trace: TrajectoryTrace | None = None,
     ) -> None:
         self.request_id = request_id if request_id is not None else uuid.uuid4().hex
-        self.config, self.budget = config, budget
+        self.config = config
         self.messages: list[dict] = []
         """The conversation so far, in OpenAI form; read it, do not write it."""
         self.metrics = SessionMetrics()
@@ -94,14 +88,8 @@ class ChatSession:
             call_id_prefix=call_id_prefix,
             generation_prompt_ids=tokens.generation_prompt_ids,
         )
-        self._ledger: TokenLedger | None = None
-        self._finished: list[tuple[TokenLedger, int]] = []  # earlier segments, with the messages that each one holds
-        self._finished_response = 0
-        self._prompt_length = 0
-        self._length = 0
+        self._segments = Segments(tokens, self._tools, budget, rerender=config.use_inference_chat_template)
         self._unanswered = 0  # messages at the end that no turn has answered yet
-        self._mark_length = 0
-        self._mark: int | None = None  # where the ledger stood before them; None: the segment began with them
         self._turn = 0
         self._group, self._waiting = group, waiting
         self._trace = None if trace is None else trace.session(self.request_id)
@@ -110,28 +98,34 @@ class ChatSession:
         register(self)
 
     @property
+    def budget(self) -> SessionBudget:
+        """How long the conversation may get; who shares it among several may set it between turns."""
+        return self._segments.budget
+
+    @budget.setter
+    def budget(self, budget: SessionBudget) -> None:
+        self._segments.budget = budget
+
+    @property
     def room(self) -> int:
         """Response tokens left, sampled or not."""
-        if self._ledger is None:
-            return self.budget.max_response_tokens
-        return self._room(self._prompt_length, self._length)
+        return self._segments.room
 
     @property
     def num_response_tokens(self) -> int:
         """Length of the response so far, sampled or not, over all segments."""
-        return self._finished_response + self._length - self._prompt_length
+        return self._segments.num_response_tokens
 
     @property
     def ledger(self) -> TokenLedger | None:
         """The segment that grows now, to be read, not written; None before the first `extend`."""
-        return self._ledger
+        return self._segments.ledger
 
     @property
     def segments(self) -> tuple[TokenLedger, ...]:
         """Ledgers in which something was sampled, in order; the first prompt's if nothing was."""
-        current = () if self._ledger is None else (self._ledger,)
-        everything = (*(ledger for ledger, _ in self._finished), *current)
-        return tuple(ledger for ledger in everything if ledger.num_sampled) or everything[:1]
+        everything = [ledger for ledger, _ in self._segments.with_lengths(len(self.messages))]
+        return tuple(ledger for ledger in everything if ledger.num_sampled) or tuple(everything[:1])
 
     async def extend(self, messages: Sequence[dict]) -> None:
         """Append messages and the generation prompt; the first call sets the prompt.
@@ -144,14 +138,7 @@ class ChatSession:
         """
         self._check_free("extend")
         new = checked_messages(messages)
-        if self._ledger is None:
-            self._begin(new)
-        elif not self._unanswered:
-            self._continue(self._ledger, self.messages, new)
-        elif self._mark is None:
-            self._begin([*self.messages, *new])
-        else:
-            self._continue_again(self._ledger, self._mark, new)
+        self._segments.extend(self.messages, new, num_unanswered=self._unanswered)
         self.messages.extend(new)
         self._unanswered += len(new)
 
@@ -168,7 +155,7 @@ class ChatSession:
             RolloutError: What the client raises; the session is as before and may try again.
         """
         self._check_free("generate")
-        ledger = self._ledger
+        ledger = self._segments.ledger
         if ledger is None or not self._unanswered:
             raise SessionStateError(
                 "generate must follow extend, got no new message to answer; extend the session first"
@@ -179,13 +166,13 @@ class ChatSession:
         params = self._params(sampling_params, limit)
         prompt = ledger.snapshot()
         if self._trace is None:
-            return await self._take_turn(ledger, prompt, params)
-        asked = self.messages[-self._unanswered :]
-        with self._trace.generation(prompt, asked, params, turn=self._turn, segment=len(self._finished)) as trace:
-            return await self._take_turn(ledger, prompt, params, trace)
+            return await self._take_turn(prompt, params)
+        asked, segment = self.messages[-self._unanswered :], self._segments.num_finished
+        with self._trace.generation(prompt, asked, params, turn=self._turn, segment=segment) as trace:
+            return await self._take_turn(prompt, params, trace)
 
     async def _take_turn(
-        self, ledger: TokenLedger, prompt: Sequence[int], params: SamplingParams, trace: GenerationTrace | None = None
+        self, prompt: Sequence[int], params: SamplingParams, trace: GenerationTrace | None = None
     ) -> Reply:
         """Have a turn generated, and record it."""
         self._busy = True
@@ -201,7 +188,7 @@ class ChatSession:
             trace.sampled(output, admission_s=self.metrics.admission_s if self.metrics.num_generations == 1 else 0.0)
         if not output.token_ids:
             return empty_reply(output.stop_reason)
-        reply = self._record(ledger, output, in_reasoning=self._reader.opens_reasoning(prompt))
+        reply = self._record(output, in_reasoning=self._reader.opens_reasoning(prompt))
         if trace is not None:
             trace.read(reply)
         return reply
@@ -240,14 +227,10 @@ class ChatSession:
     def _finish(self) -> None:
         """Drop what nothing answered, and check what is left."""
         num_messages = len(self.messages)
-        if self._ledger is None:
-            return
-        if self._unanswered and self._mark is not None:
-            self._ledger.truncate(self._mark)
-            self._length = self._mark_length
+        if self._unanswered and self._segments.drop_unanswered():
             num_messages -= self._unanswered
         if self.config.tokenization_sanity_check_mode is not SanityCheckMode.DISABLE:
-            for ledger, count in (*self._finished, (self._ledger, num_messages)):
+            for ledger, count in self._segments.with_lengths(num_messages):
                 if ledger.num_sampled:
                     self._check(ledger, self.messages if count == len(self.messages) else self.messages[:count])
 
@@ -258,7 +241,7 @@ class ChatSession:
             doing=self._doing,
             since_s=time.monotonic() - self._since,
             num_messages=len(self.messages),
-            num_tokens=self._length,
+            num_tokens=self._segments.length,
             room=self.room,
         )
 
@@ -277,96 +260,6 @@ class ChatSession:
         if self._busy:
             raise SessionStateError(f"{what} must wait for the turn under way, got a busy session; await its generate")
 
-    def _room(self, prompt_length: int, length: int) -> int:
-        response = self.budget.max_response_tokens - self._finished_response - (length - prompt_length)
-        return max(0, min(response, self.budget.max_context_tokens - length))
-
-    def _over_budget(self, needed: int, room: int) -> BudgetExceededError:
-        """Build the error for an addition of `needed` tokens where `room` are left."""
-        model_len = self.budget.max_model_len
-        tight = model_len is not None and model_len - self._length <= room
-        return self.budget.exceeded(needed, room, "max_model_len" if tight else "max_response_tokens")
-
-    def _begin(self, messages: list[dict]) -> None:
-        """Make the ledger of the current segment from `messages` alone."""
-        ledger = self._tokens.build_initial_tokens(messages, self._tools)
-        length = len(ledger)
-        if not length:
-            raise SessionInputError(
-                "the first messages must render to at least one token, got none; check the chat template"
-            )
-        if self._finished:
-            self._check_new_segment(length)
-        else:
-            self.budget.check_prompt(length)
-        self._ledger, self._length, self._prompt_length, self._mark = ledger, length, length, None
-
-    def _continue(self, ledger: TokenLedger, previous: list[dict], new: list[dict]) -> None:
-        """Append `new` after `previous`, which the ledger holds: in place, or as a new segment where it must be."""
-        if self.config.use_inference_chat_template:
-            self._rerender(ledger, previous, new)
-            return
-        mark, length, room = ledger.mark(), self._length, self.room
-        try:
-            added = self._tokens.merge_context_messages(ledger, previous, new, self._tools)
-        except HistoryRewrittenError:
-            self._rerender(ledger, previous, new)
-            return
-        if not added:
-            raise BudgetExceededError(
-                "the last turn must end with a stop token to be continued, got one that was cut off;"
-                " raise max_tokens or let ContinuousTokens close such turns",
-                limit="max_tokens",
-            )
-        if added >= room:
-            ledger.truncate(mark)
-            raise self._over_budget(added, room)
-        self._mark, self._mark_length, self._length = mark, length, length + added
-
-    def _continue_again(self, ledger: TokenLedger, mark: int, new: list[dict]) -> None:
-        """Append `new` after messages that were not answered yet: all of them are merged again, together."""
-        saved = ledger.fork()
-        state = (saved, self._length, mark, self._mark_length)
-        split = len(self.messages) - self._unanswered
-        ledger.truncate(mark)
-        self._length = self._mark_length
-        try:
-            self._continue(ledger, self.messages[:split], [*self.messages[split:], *new])
-        except BaseException:
-            self._ledger, self._length, self._mark, self._mark_length = state
-            raise
-
-    def _rerender(self, ledger: TokenLedger, previous: list[dict], new: list[dict]) -> None:
-        """Render the whole conversation; append to the ledger if that extends it, else begin a new segment."""
-        fresh = self._tokens.build_initial_tokens([*previous, *new], self._tools)
-        token_ids, known = fresh.snapshot(), ledger.snapshot()
-        length, added = self._length, len(token_ids) - len(known)
-        if added > 0 and token_ids[: len(known)] == known:
-            if added >= self.room:
-                raise self._over_budget(added, self.room)
-            self._mark, self._mark_length, self._length = ledger.mark(), length, length + added
-            ledger.append(token_ids[len(known) :], Origin.CONTEXT)
-            return
-        self._finished_response += length - self._prompt_length
-        try:
-            self._check_new_segment(len(token_ids))
-        except BudgetExceededError:
-            self._finished_response -= length - self._prompt_length
-            raise
-        self._finished.append((ledger, len(previous)))
-        self._ledger, self._length, self._prompt_length, self._mark = fresh, len(token_ids), len(token_ids), None
-
-    def _check_new_segment(self, length: int) -> None:
-        """Raise BudgetExceededError unless a segment that begins with `length` tokens leaves room to answer."""
-        if self._room(length, length) < 1:
-            room = max(0, self.budget.max_context_tokens - 1)
-            limit = (
-                "max_model_len"
-                if self.budget.max_context_tokens == self.budget.max_model_len
-                else "max_response_tokens"
-            )
-            raise self.budget.exceeded(length, room, limit)
-
     def _params(self, given: SamplingParams, limit: int) -> SamplingParams:
         """Complete what the caller gave: bound, stop tokens, and this turn's seed."""
         stops = self._reader.stop_ids
@@ -383,21 +276,15 @@ class ChatSession:
         self.metrics.num_cached_tokens += output.num_cached_tokens or 0
         self.metrics.num_preempted += output.num_preempted
 
-    def _record(self, ledger: TokenLedger, output: TokenOutput, *, in_reasoning: bool) -> Reply:
+    def _record(self, output: TokenOutput, *, in_reasoning: bool) -> Reply:
         """Read a turn, then put it into the ledger and the history: a parser that raises has changed neither."""
         text = self._reader.text(output.token_ids)
         parsed = self._reader.parse(text, turn=self._turn, in_reasoning=in_reasoning)
-        self._tokens.merge_assistant_tokens(
-            ledger,
-            output.token_ids,
-            output.logprobs,
-            policy_versions=[(span.start, span.version) for span in output.policy_versions],
-        )
+        self._segments.record(output)
         self.inexact_versions.update(span.version for span in output.policy_versions if not span.exact)
-        self._length += len(output.token_ids)
         message = assistant_message(parsed, text)
         self.messages.append(message)
-        self._unanswered, self._mark = 0, None
+        self._unanswered = 0
         self._turn += 1
         return Reply(
             message=message,
