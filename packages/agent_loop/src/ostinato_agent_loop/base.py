@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from ostinato_agent_loop.config import AgentConfig, MultiTurnConfig, RolloutConf
 from ostinato_agent_loop.errors import AgentConfigError
 from ostinato_agent_loop.output import AgentLoopOutput
 from ostinato_engines import SamplingParams
-from ostinato_rollout import ChatSession, LLMServerClient, SessionBudget
+from ostinato_rollout import ChatSession, LLMServerClient, SessionBudget, SessionStateError
 from ostinato_rollout.tracing import Tracer, TrajectoryTrace
 from ostinato_tokenization import ContinuousTokens
 from ostinato_tools import ToolExecutor, ToolParser
@@ -50,6 +51,8 @@ class AgentLoopContext:
     """Records this trajectory; None: it is not among those that are recorded."""
     sessions: list[ChatSession] = dataclasses.field(default_factory=list)
     """What `open_session` gave out; closed by the worker if the agent does not."""
+    is_over: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    """Set when the trajectory has ended, or was given up."""
 
     def for_trajectory(
         self,
@@ -60,7 +63,13 @@ class AgentLoopContext:
     ) -> AgentLoopContext:
         """Return the context of another trajectory."""
         return dataclasses.replace(
-            self, group_id=group_id, trajectory_id=trajectory_id, waiting=waiting, trace=trace, sessions=[]
+            self,
+            group_id=group_id,
+            trajectory_id=trajectory_id,
+            waiting=waiting,
+            trace=trace,
+            sessions=[],
+            is_over=asyncio.Event(),
         )
 
     def open_session(
@@ -78,7 +87,14 @@ class AgentLoopContext:
             tools: Schemas of the tools that the model is shown; None or empty: it has none.
             budget: How long it may get; None: as the context says.
             call_id_prefix: What the ids of its calls begin with; see ChatSession.
+
+        Raises:
+            SessionStateError: The trajectory is over: its agent has returned, or was given up.
         """
+        if self.is_over.is_set():
+            raise SessionStateError(
+                f"a conversation must be opened before its trajectory is over, got {self.trajectory_id!r}; open none later"
+            )
         number = len(self.sessions)
         request_id = None
         if self.trajectory_id:
@@ -124,9 +140,16 @@ class AgentLoopContext:
         return msgspec.structs.replace(self.budget, max_prompt_tokens=prompt, max_response_tokens=left)
 
     async def close(self) -> None:
-        """Close every conversation that is still open."""
+        """Close every conversation that is still open, all of them also where that is cancelled; no other can be opened."""
+        self.is_over.set()
+        cancellation: asyncio.CancelledError | None = None
         for session in self.sessions:
-            await session.close()
+            try:
+                await session.close()
+            except asyncio.CancelledError as error:
+                cancellation = error
+        if cancellation is not None:
+            raise cancellation
 
 
 class AgentLoopBase(ABC):

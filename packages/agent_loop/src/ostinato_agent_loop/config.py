@@ -133,10 +133,13 @@ class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Seconds after which a trajectory is given up and recorded as failed; its wait for a place on a replica does not count."""
     reward_timeout_s: float = 600.0
     """Seconds after which a reward is given up and recorded as failed."""
+    cancel_grace_s: float = 30.0
+    """Seconds that an agent or a reward gets to tidy up when it is cancelled; then it is cancelled again, and after the third time
+    left to itself."""
 
     def __post_init__(self) -> None:
         _check_at_least(self, 1, "num_workers", "max_concurrency")
-        for name in ("trajectory_timeout_s", "reward_timeout_s"):
+        for name in ("trajectory_timeout_s", "reward_timeout_s", "cancel_grace_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}; give seconds")
         if not self.default_agent_loop:

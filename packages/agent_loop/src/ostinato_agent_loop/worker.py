@@ -1,7 +1,7 @@
 """Runs trajectories: each with its own agent, deadline and failure, its reward as soon as it ends.
 
-Invariant: a trajectory that fails, hangs or answers nonsense is a recorded Failure and touches no other one; only a
-cancellation from outside propagates.
+Invariant: a trajectory that fails, hangs, ignores its cancellation or answers nonsense is a recorded Failure and touches no other
+one; only a cancellation from outside propagates.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from ostinato_agent_loop.clock import TrajectoryClock
 from ostinato_agent_loop.config import AgentConfig
 from ostinato_agent_loop.errors import AgentLoopOutputError, RewardResultError
 from ostinato_agent_loop.output import AgentLoopOutput
+from ostinato_agent_loop.overtime import NUM_CANCELLATIONS, Overtime
 from ostinato_agent_loop.registry import agent_loop_class
 from ostinato_agent_loop.reward import RewardFn, RewardResult
 from ostinato_agent_loop.tracing import traced_reward, traced_trajectory
 from ostinato_agent_loop.trajectory import Trajectory
 from ostinato_engines import SamplingParams
-from ostinato_rollout import Failure, FailureKind, RequestTimeoutError, RolloutScheduler, log_dump
+from ostinato_rollout import Failure, FailureKind, RolloutScheduler
 from ostinato_rollout.tracing import TrajectoryLabels, TrajectoryTrace
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,8 @@ class TrajectoryWorker(Protocol):
 
 def longest_run_s(config: AgentConfig, admission_timeout_s: float) -> float:
     """Return the seconds after which a trajectory has outlived all its own deadlines, the wait for a place included."""
-    return admission_timeout_s + config.trajectory_timeout_s + config.reward_timeout_s + _CLOSING_TIMEOUT_S
+    grace_s = 2 * NUM_CANCELLATIONS * config.cancel_grace_s
+    return admission_timeout_s + config.trajectory_timeout_s + config.reward_timeout_s + grace_s + _CLOSING_TIMEOUT_S
 
 
 class AgentLoopWorker:
@@ -83,6 +85,7 @@ class AgentLoopWorker:
 
     def __init__(self, context: AgentLoopContext, config: AgentConfig, *, reward_fn: RewardFn | None = None) -> None:
         self._context, self._config, self._reward_fn = context, config, reward_fn
+        self._overtime = Overtime(config.cancel_grace_s)
 
     async def generate_sequences(
         self, tasks: Sequence[TrajectoryTask], sampling_params: SamplingParams
@@ -123,11 +126,11 @@ class AgentLoopWorker:
         if task.seed is not None:
             sampling_params = msgspec.structs.replace(sampling_params, seed=task.seed)
         try:
-            outputs = await self._bounded(
-                lambda: _run_agent(task, context, sampling_params),
-                self._config.trajectory_timeout_s,
-                where,
+            outputs = await self._overtime.within(
                 clock.deadline,
+                lambda: _run_agent(task, context, sampling_params),
+                where,
+                self._config.trajectory_timeout_s,
             )
         except Exception as error:
             return task.failed(_recorded(error, where))
@@ -155,8 +158,9 @@ class AgentLoopWorker:
             if own is not None:
                 trajectory.reward = RewardResult(own)
             elif reward_fn is not None:
-                result = await self._bounded(
-                    lambda: reward_fn(trajectory.row, outputs), self._config.reward_timeout_s, where
+                timeout_s = self._config.reward_timeout_s
+                result = await self._overtime.within(
+                    asyncio.timeout(timeout_s), lambda: reward_fn(trajectory.row, outputs), where, timeout_s
                 )
                 if not isinstance(result, RewardResult):
                     raise RewardResultError(
@@ -174,19 +178,6 @@ class AgentLoopWorker:
         if trajectory.reward is not None:
             for output in outputs:
                 output.reward_score = float(trajectory.reward.score)
-
-    async def _bounded(self, call: Any, timeout_s: float, where: str, deadline: asyncio.Timeout | None = None) -> Any:
-        """Await `call()` within a deadline, `timeout_s` from now unless one is given."""
-        deadline = asyncio.timeout(timeout_s) if deadline is None else deadline
-        try:
-            async with deadline:
-                return await call()
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
-            message = f"{where} must end within {timeout_s:g} s, got no result; raise the limit or find what hangs"
-            log_dump(message)
-            raise RequestTimeoutError(message) from error
 
 
 async def _run_agent(
