@@ -295,6 +295,54 @@ async def test_withdrawn_weights_are_given_to_nobody(started):
     assert serving(pool) == [0, 1]
 
 
+async def test_weights_are_given_to_nobody_once_others_have_come(started):
+    """A replica that is restarted during an update, even one that fails on all, never asks for the weights before it."""
+    pool, (engine,), factory = await started(1)
+    calls = []
+    await pool.update_weights(manifest(5), lambda: calls.append(5) or iter(()), replayable=True)
+    engine.broken["update_weights"] = RuntimeError("no memory")
+    await pool.update_weights(manifest(6), lambda: calls.append(6) or iter(()))
+    assert calls == [5, 6, 6]
+    assert [server.policy_version for server in pool.servers] == [6]
+    assert factory.made[0].log == ["start", "update_weights"]
+
+
+async def test_an_engine_that_goes_on_reading_gets_no_withdrawn_weights(started, monkeypatch):
+    """One that makes nothing of being cancelled is refused the next tensor, so that it never has half of two policies."""
+    monkeypatch.setattr("ostinato_rollout.patience.GRACE_S", 0.01)
+    pool, engines, factory = await started(2)
+    await pool.update_weights(manifest(5), lambda: iter([("a", 1), ("b", 2)]), replayable=True)
+    read, may_go_on, ends = [], asyncio.Event(), []
+
+    async def update(manifest, weights):
+        weights = iter(weights)
+        read.append(next(weights))
+        while not may_go_on.is_set():
+            try:
+                await may_go_on.wait()
+            except asyncio.CancelledError:
+                continue
+        try:
+            read.extend(weights)
+        except ReplicaError as error:
+            ends.append(error)
+
+    def make(index):
+        engine = factory(index)
+        engine.update_weights = update
+        return engine
+
+    pool._revival._make_server = make
+    pool.take_out(engines[0], failure_of("it died"))
+    await until(lambda: read)
+    await pool.withdraw_weights()
+    may_go_on.set()
+    await until(lambda: ends)
+    assert read == [("a", 1)]
+    assert "withdrawn" in str(ends[0])
+    assert serving(pool) == [1]
+
+
 async def test_a_new_server_of_another_policy_never_serves(started):
     """Before a first update, a restarted replica must start with the version of the others; one that does not is given up."""
     factory = Factory()
@@ -558,6 +606,16 @@ async def test_weights_that_come_while_all_that_sleep_are_lost_are_taken_at_waki
     assert pool.policy_version == 4
 
 
+async def test_a_sleep_does_not_use_up_the_wait_for_a_replica(started):
+    """However long the pool slept, waking waits for a replica that could not be restarted before."""
+    pool, (engine,), _ = await started(1, no_replica_timeout_s=0.1)
+    await pool.sleep()
+    pool.take_out(engine, failure_of("it died"))
+    await until(lambda: pool._fleet._is_impatient)
+    await pool.wake_up()
+    await until(lambda: serving(pool) == [0])
+
+
 async def test_a_pool_that_falls_asleep_during_a_start_ends_it_and_starts_anew(started):
     """A replica whose start had begun is shut down again, and started when the pool wakes."""
     pool, engines, factory = await started(2)
@@ -759,6 +817,21 @@ async def test_shutdown_ends_whatever_is_under_way(started):
     with pytest.raises(NoReplicaError, match="shut down"):
         await turn
     assert [engine.log.count("shutdown") for engine in engines] == [1, 1]
+    assert not factory.made
+
+
+async def test_a_replacement_that_a_shutdown_ends_says_so(started):
+    """Nobody who was not cancelled gets a CancelledError, and no engine is made afterwards."""
+    pool, engines, factory = await started(2)
+    engines[0].broken["shutdown"] = gate = asyncio.Event()
+    replacing = asyncio.create_task(pool.replace(0))
+    await until(lambda: engines[0].log[-1:] == ["shutdown"])
+    stopping = asyncio.create_task(pool.shutdown())
+    await until(lambda: pool.states[0] is ReplicaState.STOPPED)
+    gate.set()
+    await stopping
+    with pytest.raises(ReplicaError, match="got stopped: the pool is shut down"):
+        await replacing
     assert not factory.made
 
 

@@ -175,6 +175,13 @@ class Fleet:
                 raise self.no_replica(purpose)
             await self.change()
 
+    def woke(self) -> None:
+        """Count the wait for a replica from now on: while the fleet slept, none could come."""
+        self._is_impatient = False
+        self.close()
+        self._steer()
+        self.changed()
+
     def close(self) -> None:
         """End what runs in the background."""
         if self._patience is not None:

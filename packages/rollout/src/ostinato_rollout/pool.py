@@ -15,6 +15,7 @@ from ostinato_engines.engine_status import check_level, checked_tags
 from ostinato_rollout.activity import PoolActivity
 from ostinato_rollout.client import LLMServerClient
 from ostinato_rollout.config import AdmissionConfig
+from ostinato_rollout.conversation import num_cancellations
 from ostinato_rollout.decision_log import DecisionLog
 from ostinato_rollout.diagnostics import register
 from ostinato_rollout.draining import drain
@@ -347,6 +348,7 @@ class ServerPool:
             nonlocal is_done
             sync = WeightSync(self._fleet, self._operations, self._take_out, timeout_s=self._timeout_s)
             source = None
+            await self._revival.withdraw_weights()  # the last update's: whoever gives new ones has changed them
             try:
                 await sync.run(manifest, make_weights, mode)
                 source = make_weights if replayable else None
@@ -355,6 +357,7 @@ class ServerPool:
                     self._revival.note_update(manifest, source)
             is_done = bool(self.servers)
 
+        await self._revival.withdraw_weights()  # at once: a replica that takes them now need not be waited for
         while not is_done:
             if replayable and self._fleet.sleeping and not self._fleet.live() and self._fleet.is_one_coming():
                 self._revival.note_update(manifest, make_weights)  # all died in sleep: they take them when they wake
@@ -395,7 +398,7 @@ class ServerPool:
         Raises:
             SessionInputError: There is no such replica, or nothing makes a new one.
             SessionStateError: The pool sleeps, or the replica is being drained, restarted or replaced already.
-            ReplicaError: It was given up.
+            ReplicaError: It was given up, or the pool was shut down meanwhile.
         """
         replaced = self._replica(replica)
         if self._make_server is None:
@@ -412,7 +415,11 @@ class ServerPool:
         try:
             if replaced.is_in_service:
                 await self.drain(replica, timeout_s=drain_timeout_s)
-            await self._revival.replace(replaced)
+            if replaced.state is not _S.STOPPED:
+                await self._revival.replace(replaced)
+        except asyncio.CancelledError:
+            if num_cancellations() or replaced.state is not _S.STOPPED:  # else a shutdown has ended the restart
+                raise
         finally:
             replaced.is_being_replaced = False
         if replaced.state not in (_S.SERVING, _S.WAITING_FOR_WEIGHTS, _S.UPDATING, _S.ASLEEP):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from ostinato_engines import AsyncServerBase, WeightManifest
@@ -199,11 +199,21 @@ class Revival:
     async def _replay(self, replica: Replica, manifest: WeightManifest, make_weights: MakeWeights) -> bool:
         """Give a replica the weights that the others have; False: they were withdrawn meanwhile."""
         source = self._weights
+
+        def until_withdrawn(weights: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
+            for weight in weights:
+                if self._weights is not source:
+                    raise ReplicaError(
+                        f"weights of version {manifest.version} must be read before they are withdrawn, got a later read;"
+                        f" replica {replica.index} waits for the next ones"
+                    )
+                yield weight
+
         replaying = asyncio.ensure_future(
             self._operations.on_one(
                 f"take weights of version {manifest.version}",
                 replica,
-                lambda replica: give_weights(replica, manifest, make_weights),
+                lambda replica: give_weights(replica, manifest, lambda: until_withdrawn(make_weights())),
                 self._timeout_s,
             )
         )

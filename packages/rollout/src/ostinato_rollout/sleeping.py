@@ -55,9 +55,11 @@ async def wake(fleet: Fleet, ask: AskOrTakeOut, awake: set[str], tags: Sequence[
         await replica.server.wake_up(tags)
 
     await ask("wake up", fleet.live(), wake_up)
+    has_slept = bool(fleet.sleeping)
     fleet.sleeping -= awake
     if not fleet.sleeping:
         for replica in fleet.in_service():
             if replica.state in (ReplicaState.ASLEEP, ReplicaState.NEW):
                 fleet.move(replica, ReplicaState.SERVING, "it is awake")
-    fleet.changed()
+        if has_slept:
+            fleet.woke()
