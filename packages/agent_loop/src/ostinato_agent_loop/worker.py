@@ -19,13 +19,12 @@ from ostinato_agent_loop.clock import TrajectoryClock
 from ostinato_agent_loop.config import AgentConfig
 from ostinato_agent_loop.errors import AgentLoopOutputError, RewardResultError
 from ostinato_agent_loop.output import AgentLoopOutput
-from ostinato_agent_loop.overtime import NUM_CANCELLATIONS, Overtime
 from ostinato_agent_loop.registry import agent_loop_class
 from ostinato_agent_loop.reward import RewardFn, RewardResult
 from ostinato_agent_loop.tracing import traced_reward, traced_trajectory
 from ostinato_agent_loop.trajectory import Trajectory
 from ostinato_engines import SamplingParams
-from ostinato_rollout import Failure, FailureKind, RolloutScheduler
+from ostinato_rollout import NUM_CANCELLATIONS, Failure, FailureKind, Overtime, RolloutScheduler
 from ostinato_rollout.tracing import TrajectoryLabels, TrajectoryTrace
 
 logger = logging.getLogger(__name__)
@@ -130,7 +129,7 @@ class AgentLoopWorker:
                 clock.deadline,
                 lambda: _run_agent(task, context, sampling_params),
                 where,
-                self._config.trajectory_timeout_s,
+                lambda: _overdue(where, self._config.trajectory_timeout_s),
             )
         except Exception as error:
             return task.failed(_recorded(error, where))
@@ -160,7 +159,10 @@ class AgentLoopWorker:
             elif reward_fn is not None:
                 timeout_s = self._config.reward_timeout_s
                 result = await self._overtime.within(
-                    asyncio.timeout(timeout_s), lambda: reward_fn(trajectory.row, outputs), where, timeout_s
+                    asyncio.timeout(timeout_s),
+                    lambda: reward_fn(trajectory.row, outputs),
+                    where,
+                    lambda: _overdue(where, timeout_s),
                 )
                 if not isinstance(result, RewardResult):
                     raise RewardResultError(
@@ -194,6 +196,10 @@ async def _run_agent(
         output.check()
         output.group_id, output.trajectory_id, output.segment_index = task.group_id, task.trajectory_id, index
     return outputs
+
+
+def _overdue(where: str, timeout_s: float) -> str:
+    return f"{where} must end within {timeout_s:g} s, got no result; raise the limit or find what hangs"
 
 
 def _labels(task: TrajectoryTask) -> TrajectoryLabels:

@@ -23,6 +23,7 @@ from ostinato_rollout.errors import (
 )
 from ostinato_rollout.failure import Failure, FailureKind, classify
 from ostinato_rollout.group_stream import GroupStream
+from ostinato_rollout.overtime import NUM_CANCELLATIONS, Overtime
 from ostinato_rollout.pool import ServerPool
 from ostinato_rollout.replica_state import ReplicaState, Transition
 from ostinato_rollout.restarts import RestartPolicy
@@ -54,6 +55,7 @@ from ostinato_rollout.stream_types import (
 from ostinato_rollout.types import Reply, SessionBudget, SessionMetrics
 
 __all__ = [
+    "NUM_CANCELLATIONS",
     "AdmissionConfig",
     "BalancedTokens",
     "BudgetExceededError",
@@ -71,6 +73,7 @@ __all__ = [
     "Leftover",
     "NoReplicaError",
     "OnFailure",
+    "Overtime",
     "PoolConfig",
     "RandomReplica",
     "ReplicaError",

@@ -14,7 +14,8 @@ from ostinato_rollout.errors import SessionInputError
 from ostinato_rollout.failure import Failure, FailureKind
 from ostinato_rollout.item_attempts import Progress, attempt
 from ostinato_rollout.open_group import OpenGroup
-from ostinato_rollout.stream_types import Group, Prompt, Result, Run
+from ostinato_rollout.overtime import Overtime
+from ostinato_rollout.stream_types import Group, Prompt, Result, Run, StreamOptions
 
 
 class StreamCallbacks(msgspec.Struct, Generic[Prompt, Result], frozen=True, kw_only=True):
@@ -50,7 +51,7 @@ class GroupSteps(Generic[Prompt, Result]):
         callbacks: Who does it.
         n: Runs of a group.
         timeout_s: Longest time that a run, or a verdict, may take; None: they have deadlines of their own.
-        max_reruns: How often a run that failed is done again.
+        options: How often a run that failed is done again, and how long one that is cancelled may tidy up.
         look: Returns the policy version that serves, where versions count.
         progress: Of all steps.
     """
@@ -61,12 +62,13 @@ class GroupSteps(Generic[Prompt, Result]):
         *,
         n: int,
         timeout_s: float | None,
-        max_reruns: int,
+        options: StreamOptions,
         look: Callable[[], int | None],
         progress: Progress,
     ) -> None:
-        self._callbacks, self._n, self._timeout_s, self._max_reruns = callbacks, n, timeout_s, max_reruns
+        self._callbacks, self._n, self._timeout_s, self._max_reruns = callbacks, n, timeout_s, options.max_reruns
         self._look, self._progress = look, progress
+        self._overtime = Overtime(options.cancel_grace_s)
         self.num_reruns = 0
 
     def name(self, group: OpenGroup[Prompt, Result], number: int | None) -> str:
@@ -128,7 +130,7 @@ class GroupSteps(Generic[Prompt, Result]):
         return await self._attempt(call, self.name(group, None))
 
     async def _attempt(self, call: Callable[[], Awaitable[Ended]], what: str) -> Ended:
-        ended = await attempt(call, what, timeout_s=self._timeout_s, progress=self._progress)
+        ended = await attempt(call, what, timeout_s=self._timeout_s, progress=self._progress, overtime=self._overtime)
         return Ended(failure=ended) if isinstance(ended, Failure) else ended
 
 

@@ -70,7 +70,7 @@ class GroupStream(Generic[Prompt, Result]):
             callbacks,
             n=n,
             timeout_s=item_timeout_s,
-            max_reruns=options.max_reruns,
+            options=options,
             look=self._look,
             progress=self._progress,
         )

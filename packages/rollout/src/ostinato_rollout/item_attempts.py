@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from ostinato_rollout.diagnostics import ago, log_dump
 from ostinato_rollout.errors import RequestTimeoutError
 from ostinato_rollout.failure import Failure, FailureKind
+from ostinato_rollout.overtime import Overtime
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,12 @@ class Progress:
 
 
 async def attempt(
-    call: Callable[[], Awaitable[Value]], what: str, *, timeout_s: float | None, progress: Progress
+    call: Callable[[], Awaitable[Value]],
+    what: str,
+    *,
+    timeout_s: float | None,
+    progress: Progress,
+    overtime: Overtime,
 ) -> Value | Failure:
     """Await `call()`; if it raises or takes too long, log why, once, and return the Failure.
 
@@ -40,12 +46,13 @@ async def attempt(
         what: Names it, in logs and failures.
         timeout_s: Longest time that it may take; a longer one is cancelled. None: it has deadlines of its own.
         progress: Of the items that it belongs to.
+        overtime: Ends it when it has taken too long.
 
     Raises:
         CancelledError: The task was cancelled from outside; one that `call` raises of its own is a failure.
     """
     try:
-        return await _within(timeout_s, call(), what, progress)
+        return await _within(timeout_s, call, what, progress, overtime)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -56,23 +63,21 @@ async def attempt(
         return Failure.from_error(error, what)
 
 
-async def _within(timeout_s: float | None, work: Awaitable[Value], what: str, progress: Progress) -> Value:
-    """Await `work`, within a deadline if there is one."""
+async def _within(
+    timeout_s: float | None, call: Callable[[], Awaitable[Value]], what: str, progress: Progress, overtime: Overtime
+) -> Value:
+    """Await `call()`, within a deadline if there is one."""
     if timeout_s is None:
-        return await work
-    began, deadline = time.monotonic(), asyncio.timeout(timeout_s)
-    try:
-        async with deadline:
-            return await work
-    except TimeoutError as error:
-        if not deadline.expired():
-            raise
-        message = (
+        return await call()
+    began = time.monotonic()
+
+    def overdue() -> str:
+        return (
             f"{what} must end within {timeout_s:g} s, got no result; it began {ago(began)}, last progress: {progress.num_done}"
             f" other items ended, the last one {ago(progress.last_end)}; raise the limit or find what hangs"
         )
-        log_dump(message)
-        raise RequestTimeoutError(message) from error
+
+    return await overtime.within(asyncio.timeout(timeout_s), call, what, overdue)
 
 
 async def all_ended(ending: Callable[[], Set[asyncio.Task[Any]]], *, timeout_s: float) -> None:

@@ -79,6 +79,9 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     So many prompts are drawn ahead, times `max_staleness` + 1, that groups taken in the order of their prompts keep the bound."""
     close_timeout_s: float = 300.0
     """Seconds that runs may take to end once they are cancelled."""
+    cancel_grace_s: float = 30.0
+    """Seconds that a run or verdict past its deadline gets to tidy up when it is cancelled; then it is cancelled again, and after the
+    third time left to itself."""
 
     def __post_init__(self) -> None:
         for name, kind in (("on_failure", OnFailure), ("leftover", Leftover)):
@@ -90,8 +93,9 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise SessionInputError(f"{name} must be at least {minimum}, got {value}; leave it out for its default")
-        if not self.close_timeout_s > 0:
-            raise SessionInputError(f"close_timeout_s must be positive, got {self.close_timeout_s}; give seconds")
+        for name in ("close_timeout_s", "cancel_grace_s"):
+            if not getattr(self, name) > 0:
+                raise SessionInputError(f"{name} must be positive, got {getattr(self, name)}; give seconds")
         if self.oversample and self.num_groups is None:
             raise SessionInputError(
                 f"oversample must go with num_groups, got {self.oversample} without; say how many groups are needed"

@@ -1,4 +1,4 @@
-"""Agents and rewards that do not end when they are cancelled."""
+"""Work that does not end when it is cancelled."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import logging
 
 import pytest
 
-from ostinato_agent_loop import AgentLoopBase, AgentLoopOutput, RewardResult, register
-from ostinato_agent_loop.overtime import NUM_CANCELLATIONS, Overtime
-from ostinato_rollout import FailureKind, RequestTimeoutError, SessionStateError
-
-DONE = "All done.<|im_end|>"
-SHORT = {"trajectory_timeout_s": 0.1, "reward_timeout_s": 0.1, "cancel_grace_s": 0.05}
+from ostinato_rollout import (
+    NUM_CANCELLATIONS,
+    FailureKind,
+    OnFailure,
+    Overtime,
+    RequestTimeoutError,
+    RolloutScheduler,
+    StreamOptions,
+)
 
 
 class Deaf:
@@ -43,7 +46,7 @@ async def test_work_is_cancelled_so_often_and_then_left_to_itself(num_swallowed,
     """Whatever work swallows, its deadline holds; it is cancelled up to three times, and what goes on then is watched to its end."""
     overtime, work = Overtime(0.02), Deaf(num_swallowed)
     with pytest.raises(RequestTimeoutError, match="deaf work must end within"):
-        await overtime.within(asyncio.timeout(0.02), work, "deaf work", 0.02)
+        await overtime.within(asyncio.timeout(0.02), work, "deaf work", lambda: "deaf work must end within its time")
     is_left = num_swallowed >= NUM_CANCELLATIONS
     assert work.num_heard == min(num_swallowed + 1, NUM_CANCELLATIONS)
     assert (overtime.num_leftovers, work.ended.is_set()) == (int(is_left), not is_left)
@@ -61,7 +64,7 @@ async def test_a_cancellation_from_outside_is_raised_whatever_the_work_swallows(
     """Who cancels the wait gets the cancellation back, within the same bound; cancelling it again shortens that."""
     for num_cancellations in (1, 2):
         overtime, work = Overtime(0.02 if num_cancellations == 1 else 60.0), Deaf(num_swallowed)
-        waiting = asyncio.create_task(overtime.within(asyncio.timeout(60), work, "deaf work", 60))
+        waiting = asyncio.create_task(overtime.within(asyncio.timeout(60), work, "deaf work", lambda: "overdue"))
         await work.began.wait()
         for _ in range(1 if num_cancellations == 1 else NUM_CANCELLATIONS + 1):
             waiting.cancel()
@@ -85,7 +88,7 @@ async def test_a_result_that_comes_after_the_deadline_is_not_taken():
             return "better late than never"
 
     with pytest.raises(RequestTimeoutError):
-        await Overtime(5.0).within(asyncio.timeout(0.01), late, "late work", 0.01)
+        await Overtime(5.0).within(asyncio.timeout(0.01), late, "late work", lambda: "overdue")
 
 
 async def test_what_work_raises_while_it_is_cancelled_is_logged(caplog):
@@ -98,7 +101,7 @@ async def test_what_work_raises_while_it_is_cancelled_is_logged(caplog):
             raise LookupError("lost the broom")
 
     with caplog.at_level(logging.ERROR), pytest.raises(RequestTimeoutError):
-        await Overtime(5.0).within(asyncio.timeout(0.01), clumsy, "clumsy work", 0.01)
+        await Overtime(5.0).within(asyncio.timeout(0.01), clumsy, "clumsy work", lambda: "overdue")
     assert "lost the broom" in caplog.text
 
 
@@ -110,59 +113,29 @@ async def test_errors_of_the_work_are_its_own():
 
     for error in (TimeoutError("mine"), LookupError("mine"), asyncio.CancelledError("mine")):
         with pytest.raises(type(error), match="mine"):
-            await Overtime(5.0).within(asyncio.timeout(5), lambda error=error: raising(error), "work", 5)
+            await Overtime(5.0).within(asyncio.timeout(5), lambda error=error: raising(error), "work", str)
     assert asyncio.current_task().cancelling() == 0
 
 
-async def test_a_deaf_agent_is_a_timeout_and_its_conversations_are_closed(world):
-    """An agent that swallows cancellations costs its own trajectory only: a recorded timeout, its sessions closed, and it opens
-    no other."""
-    refused: list[Exception] = []
-    deaf = Deaf(100)
+@pytest.mark.parametrize("num_swallowed", [1, 100])
+async def test_a_stream_goes_on_past_deaf_runs_and_verdicts(num_swallowed):
+    """A run or a verdict that swallows its cancellation has failed on its own group; the stream ends all the same."""
+    deaf = Deaf(num_swallowed)
+    options = StreamOptions(cancel_grace_s=0.02, close_timeout_s=5.0, on_failure=OnFailure.DROP)
 
-    @register("overtime_test_deaf")
-    class DeafAgent(AgentLoopBase):
-        async def run(self, sampling_params, *, raw_prompt, deaf_row=False, **row):
-            session = self.context.open_session(row)
-            await session.extend(raw_prompt)
-            await session.generate(sampling_params)
-            if deaf_row:
-                await deaf()
-                try:
-                    self.context.open_session(row)
-                except SessionStateError as error:
-                    refused.append(error)
-            return AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1])
+    async def run_one(run):
+        return await deaf() if run.prompt == "deaf run" else run.prompt
 
-    manager = world.build(lambda request: DONE, agent="overtime_test_deaf", agent_options=SHORT, num_workers=1)
-    prompt = [{"role": "user", "content": "Please."}]
-    rows = [{"raw_prompt": prompt, "deaf_row": True}, {"raw_prompt": prompt}]
-    batch = await manager.generate_sequences(rows, n=1, step=0)
-    failed, sibling = batch.trajectories
-    assert (failed.failure.kind, failed.segments) == (FailureKind.TIMEOUT, [])
-    assert "must end within 0.1 s" in failed.failure.message
-    assert sibling.reward.score == 1.0
-    assert (world.client.num_sticky, len(world.server.released)) == (0, 2)
-    assert not deaf.ended.is_set()
+    async def keep_group(group):
+        return await deaf(True) if group.prompt == "deaf verdict" else True
+
+    prompts = ["deaf run", "deaf verdict", "fine"]
+    async with RolloutScheduler().stream(
+        prompts, run_one, n=1, concurrency=3, item_timeout_s=0.05, options=options, keep_group=keep_group
+    ) as stream:
+        groups = await stream.take(3)
+        assert [group.prompt for group in groups] == ["fine"]
+        assert [drop.failure.kind for drop in stream.dropped] == [FailureKind.TIMEOUT] * 2
+        assert (stream.counts().num_open, stream.counts().fates["failed"]) == (0, 2)
     deaf.let_go.set()
-    await deaf.ended.wait()
     await asyncio.sleep(0)
-    assert len(refused) == 1
-    assert "before its trajectory is over" in str(refused[0])
-
-
-async def test_a_deaf_reward_is_a_timeout(world):
-    """A reward function that swallows cancellations gives no score, and holds nobody."""
-    deaf = Deaf(100)
-
-    async def reward(row, outputs):
-        return await deaf(RewardResult(1.0))
-
-    manager = world.build(lambda request: DONE, agent="single_turn_agent", reward_fn=reward, agent_options=SHORT)
-    batch = await manager.generate_sequences([{"raw_prompt": [{"role": "user", "content": "Hi"}]}], n=1, step=0)
-    (trajectory,) = batch.trajectories
-    assert (trajectory.failure.kind, trajectory.reward) == (FailureKind.TIMEOUT, None)
-    deaf.let_go.set()
-    await deaf.ended.wait()
-    await asyncio.sleep(0)
-    assert trajectory.reward is None

@@ -1,4 +1,4 @@
-"""Foreign code within its deadline, also such that does not end when it is cancelled. Knows no agent and no reward."""
+"""Foreign code within its deadline, also such that does not end when it is cancelled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
-from ostinato_rollout import RequestTimeoutError, log_dump
+from ostinato_rollout.diagnostics import log_dump
+from ostinato_rollout.errors import RequestTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class Overtime:
         return len(self._leftovers)
 
     async def within(
-        self, deadline: asyncio.Timeout, call: Callable[[], Awaitable[Value]], where: str, timeout_s: float
+        self, deadline: asyncio.Timeout, call: Callable[[], Awaitable[Value]], where: str, overdue: Callable[[], str]
     ) -> Value:
         """Await `call()` within a deadline that was not entered before. What comes after the deadline is not taken.
 
@@ -43,7 +44,7 @@ class Overtime:
             deadline: Whoever knows better may move it meanwhile.
             call: Begins the work.
             where: Names it, in logs and errors.
-            timeout_s: What the deadline was, in words for people.
+            overdue: Returns what to say when the deadline has passed.
 
         Raises:
             RequestTimeoutError: The deadline has passed; the work has ended, or was left to itself.
@@ -56,7 +57,7 @@ class Overtime:
                 task = asyncio.create_task(_begun(call))
                 await asyncio.wait((task,))
         except TimeoutError as error:
-            message = f"{where} must end within {timeout_s:g} s, got no result; raise the limit or find what hangs"
+            message = overdue()
             log_dump(message)
             await self._end(task, where)
             raise RequestTimeoutError(message) from error
