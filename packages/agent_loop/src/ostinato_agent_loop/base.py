@@ -110,6 +110,7 @@ class AgentLoopContext:
             group=self.trajectory_id or None,
             waiting=self.waiting,
             call_id_prefix=call_id_prefix,
+            number=number,
             trace=self.trace,
         )
         self.sessions.append(session)

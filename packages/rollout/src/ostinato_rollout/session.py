@@ -50,6 +50,7 @@ class ChatSession:
         waiting: Entered while the conversation waits for a place: whoever keeps a clock may stop it.
         call_id_prefix: What the ids of its calls begin with, but for those that the model writes itself. Conversations of
             which one may hold what another one said need different ones.
+        number: Its place among the conversations of its group: with the same seed, each of them samples differently.
         trace: Records its generations; None: nobody does.
 
     Raises:
@@ -69,6 +70,7 @@ class ChatSession:
         group: str | None = None,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         call_id_prefix: str = "call_",
+        number: int = 0,
         trace: TrajectoryTrace | None = None,
     ) -> None:
         self.request_id = request_id if request_id is not None else uuid.uuid4().hex
@@ -90,7 +92,7 @@ class ChatSession:
         )
         self._segments = Segments(tokens, self._tools, budget, rerender=config.use_inference_chat_template)
         self._unanswered = 0  # messages at the end that no turn has answered yet
-        self._turn = 0
+        self._number, self._turn = number, 0
         self._group, self._waiting = group, waiting
         self._trace = None if trace is None else trace.session(self.request_id)
         self._is_admitted = self._busy = self._closed = False
@@ -266,6 +268,8 @@ class ChatSession:
         if given.stop_token_ids:
             stops = tuple(dict.fromkeys((*given.stop_token_ids, *stops)))
         seed = given.seed
+        if seed is not None and self._number:
+            seed = derive_seed(seed, self._number, 0)
         if seed is not None and self._turn:
             seed = derive_seed(seed, self._turn)
         return msgspec.structs.replace(given, max_tokens=limit, stop_token_ids=stops, seed=seed)

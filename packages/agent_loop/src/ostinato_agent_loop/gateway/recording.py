@@ -16,7 +16,7 @@ from ostinato_agent_loop.base import AgentLoopContext
 from ostinato_agent_loop.errors import AgentProgramError
 from ostinato_agent_loop.output import AgentLoopMetrics, AgentLoopOutput, TrajectoryEnd, outputs_from_session
 from ostinato_engines import SamplingParams
-from ostinato_rollout import BudgetExceededError, ChatSession, derive_seed
+from ostinato_rollout import BudgetExceededError, ChatSession
 from ostinato_rollout.openai_app import (
     Answer,
     ApiError,
@@ -49,7 +49,7 @@ class Recording:
         self, context: AgentLoopContext, row: Mapping[str, Any], sampling_params: SamplingParams, *, max_segments: int
     ) -> None:
         self._context, self._row, self._sampling_params = context, row, sampling_params
-        self._num_requests = self._num_turns = 0
+        self._num_turns = 0
         self._answered: list[
             str
         ] = []  # request ids of conversations, each once, the one that was answered last at the end
@@ -115,7 +115,6 @@ class Recording:
     async def _watch(self, request: ChatRequest, proceed: Proceed) -> Answer:
         """Let a request sample as the run does, within its turns and its budget; note what became of it."""
         self._check_turns(request.n)
-        self._num_requests += 1
         self._num_turns += request.n
         self.end, self.engine_error, self._refusal = TrajectoryEnd.PROGRAM_ENDED, None, None
         brings_turns = bool(self._answered) and any(message["role"] == "assistant" for message in request.messages)
@@ -162,5 +161,4 @@ class Recording:
             given,
             max_tokens=min(bounds, default=None),
             stop_token_ids=tuple(dict.fromkeys((*given.stop_token_ids, *asked.stop_token_ids))),
-            seed=None if given.seed is None else derive_seed(given.seed, self._num_requests),
         )

@@ -15,7 +15,7 @@ from ostinato_agent_loop.config import MultiTurnConfig
 from ostinato_agent_loop.errors import TurnLimitError
 from ostinato_agent_loop.output import TrajectoryEnd
 from ostinato_engines import SamplingParams, StopReason
-from ostinato_rollout import BudgetExceededError, ChatSession, Reply, derive_seed
+from ostinato_rollout import BudgetExceededError, ChatSession, Reply
 from ostinato_rollout.histories import TrackedChat, TrackedChats, has_sampled
 
 _MAX_OPEN = 64
@@ -41,7 +41,7 @@ class GraphConversations:
 
     Args:
         open_chat: Makes a conversation that shows the model these tools; the number is its place among those begun.
-        sampling_params: How to sample. Each conversation has a seed of its own, derived from the one given.
+        sampling_params: How to sample.
         config: How many turns there may be.
         share_budget: Called before each turn: lets no conversation use what others have used.
     """
@@ -56,7 +56,7 @@ class GraphConversations:
         self._open_chat, self._sampling_params, self._config = open_chat, sampling_params, config
         self._share_budget = share_budget
         self._tracked = TrackedChats(self._open, max_open=_MAX_OPEN)
-        self._params: dict[ChatSession, SamplingParams] = {}
+        self._num_opened = 0
         self._finished: TrajectoryEnd | None = None
         self._first: ChatSession | None = None
         self.last: ChatSession | None = None
@@ -137,19 +137,15 @@ class GraphConversations:
         await self._tracked.end()
 
     def _open(self, tools: Sequence[dict]) -> ChatSession:
-        number = len(self._params)
-        chat = self._open_chat(tools, number)
-        params = self._sampling_params
-        if params.seed is not None and number:
-            params = msgspec.structs.replace(params, seed=derive_seed(params.seed, number, 0))
-        self._params[chat] = params
+        chat = self._open_chat(tools, self._num_opened)
+        self._num_opened += 1
         if self._first is None:
             self._first = self.last = chat
         return chat
 
     async def _sample(self, tracked: TrackedChat, number: int, max_tokens: int | None) -> GraphTurn:
         chat = tracked.chat
-        params = self._params[chat]
+        params = self._sampling_params
         if max_tokens is not None:
             params = msgspec.structs.replace(params, max_tokens=max_tokens)
         ledger = chat.ledger
