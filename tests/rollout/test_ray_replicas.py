@@ -350,3 +350,16 @@ async def test_an_actor_that_has_ended_answers_nobody():
     assert await gone([place.pid]) == set()
     with pytest.raises(RolloutError, match="must be running"):
         await process.ask("where")
+
+
+async def test_an_actor_that_was_ended_before_its_start_gets_no_process(monkeypatch):
+    """A start that comes late, after a shutdown in the same moment, makes nothing that nobody would end."""
+    from ostinato_rollout.ray_cluster import ActorBody
+
+    made = []
+    monkeypatch.setattr(ray, "remote", made.append)
+    process = ActorProcess(ActorBody, SMALL)
+    await process.end()
+    with pytest.raises(ClusterError, match="must be started before it is ended"):
+        await process.start()
+    assert made == []

@@ -155,8 +155,12 @@ class ActorProcess:
         Whoever is cancelled meanwhile, or gets an error, calls `end`.
 
         Raises:
-            ClusterError: There is no cluster, or the process did not come up.
+            ClusterError: There is no cluster, the process did not come up, or it was ended before.
         """
+        if self._ending is not None:  # whoever has ended it would not come back for a process that is made now
+            raise ActorLostError(
+                f"actor {self._body.__name__} must be started before it is ended, got an end; make a new one"
+            )
         if not ray.is_initialized():
             raise ClusterError("ray must be initialised in this process, is not; call ray.init first")
         # Shown by `ray list actors`; restarts are the caller's, who knows what else a new process needs.
