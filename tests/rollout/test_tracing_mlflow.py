@@ -6,6 +6,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -30,6 +31,8 @@ pytest.importorskip("mlflow")
 
 from mlflow import MlflowClient
 from mlflow.entities import SpanType
+from mlflow.exceptions import MlflowException
+from mlflow.tracing.client import TracingClient
 
 from ostinato_rollout.tracing import mlflow_store
 from ostinato_rollout.tracing.mlflow_store import MlflowSink, open_experiment, resolved_uri
@@ -232,6 +235,48 @@ def test_spans_that_come_twice_are_there_once(uri, traces):
     sink.write(memory.spans)
     (found,) = traces("twice")
     assert len(found.data.spans) == 2
+
+
+def two_trajectories():
+    """Spans of two trajectories, in turns as they come."""
+    memory = MemorySink()
+    with closing(Tracer(memory)) as tracer:
+        both = [tracer.trajectory(LABELS), tracer.trajectory(LABELS)]
+        for trace in both:
+            trace.reward(trace.now_ns(), {"score": 1.0}, source="agent")
+        for trace in both:
+            trace.end({}, {"reward": 1.0})
+    return memory.spans
+
+
+def test_a_store_that_takes_one_trace_at_a_time_gets_all_of_them(uri, traces, monkeypatch):
+    """Before MLflow 3.12 spans of several traces are refused together; they are written trace by trace, and none is lost."""
+    log_spans = TracingClient.log_spans
+
+    def one_trace_only(self, location, spans):
+        if len({span.trace_id for span in spans}) > 1:
+            raise MlflowException("All spans must belong to the same trace")
+        return log_spans(self, location, spans)
+
+    monkeypatch.setattr(TracingClient, "log_spans", one_trace_only)
+    sink = MlflowSink(uri, "one at a time")
+    sink.open()
+    sink.write(two_trajectories())
+    assert [len(trace.data.spans) for trace in traces("one at a time")] == [2, 2]
+
+
+def test_a_store_that_refuses_every_trace_is_a_failure(uri, monkeypatch):
+    """What the store says to single traces is raised, so that it is tried again and counted."""
+
+    def refuse(self, location, spans):
+        raise MlflowException("not today")
+
+    monkeypatch.setattr(TracingClient, "log_spans", refuse)
+    sink = MlflowSink(uri, "refused")
+    sink.open()
+    for spans in (two_trajectories(), two_trajectories()[:1]):
+        with pytest.raises(MlflowException, match="not today"):
+            sink.write(spans)
 
 
 _WRITER = """

@@ -119,10 +119,24 @@ class MlflowSink:
     def write(self, spans: Sequence[Span]) -> None:
         """Write spans, and, for each root among them, what MLflow shows of its trace in lists."""
         assert self._client is not None
-        self._client.log_spans(self._experiment_id, [_mlflow_span(span) for span in spans])
+        self._log([_mlflow_span(span) for span in spans])
         for span in spans:
             if span.parent_id is None:
                 self._client.start_trace(self._trace_info(span))
+
+    def _log(self, spans: list[MlflowSpan]) -> None:
+        """Write spans all at once; older stores refuse those of several traces together, and get them trace by trace."""
+        assert self._client is not None
+        try:
+            self._client.log_spans(self._experiment_id, spans)
+        except MlflowException:
+            by_trace: dict[str, list[MlflowSpan]] = {}
+            for span in spans:
+                by_trace.setdefault(span.trace_id, []).append(span)
+            if len(by_trace) == 1:
+                raise
+            for same_trace in by_trace.values():
+                self._client.log_spans(self._experiment_id, same_trace)
 
     def close(self) -> None:
         """MLflow keeps the connection for the process."""
