@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -446,6 +447,26 @@ async def test_a_replica_that_does_not_tell_its_health_counts_as_lost(stub_serve
     client = LLMServerClient(servers, policy=RoundRobin())
     assert (await client.generate("a", [1], PARAMS)).token_ids == [99]
     assert list(client.num_in_flight) == [2]
+
+
+async def test_a_health_that_was_told_while_the_loop_stood_still_counts(stub_server, monkeypatch):
+    """An answer that came in time, but is read only when the deadline has passed too, takes nobody out."""
+    monkeypatch.setattr("ostinato_rollout.replica_calls._HEALTH_TIMEOUT_S", 0.2)
+    server = stub_server([ValueError("a request that it refuses")])
+    told = server.health
+
+    async def health():
+        answered = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(0.01, answered.set_result, None)
+        asyncio.get_running_loop().call_soon(time.sleep, 0.3)  # as a trainer that computes on the event loop
+        await answered
+        return await told()
+
+    server.health = health
+    client = LLMServerClient([server])
+    with pytest.raises(ReplicaError, match="a request that it refuses"):
+        await client.generate("a", [1], PARAMS)
+    assert client.num_in_flight == {0: 0}
 
 
 async def test_a_replica_that_cancels_itself_is_named(stub_server):

@@ -7,6 +7,7 @@ import logging
 
 from ostinato_engines import AsyncServerBase, EngineState
 from ostinato_rollout.conversation import Conversation, num_cancellations
+from ostinato_rollout.patience import result_within
 
 logger = logging.getLogger(__name__)
 
@@ -19,8 +20,7 @@ GONE = (EngineState.FAILED, EngineState.CLOSED)
 async def is_gone(replica: int, server: AsyncServerBase) -> bool:
     """Tell whether a replica has failed for good; one that does not tell its health has."""
     try:
-        async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-            return (await server.health()).state in GONE
+        return (await result_within(server.health(), _HEALTH_TIMEOUT_S)).state in GONE
     # Whatever a replica does instead of telling its health, it is not there.
     except (Exception, asyncio.CancelledError) as silence:
         if isinstance(silence, asyncio.CancelledError) and num_cancellations():
