@@ -704,6 +704,25 @@ async def test_a_drained_replica_lets_its_turns_end_or_go_on_elsewhere(started, 
         await pool.drain(0)
 
 
+async def test_a_replica_comes_back_while_another_is_drained(started):
+    """Turns that found no other replica are served before the drain ends, and an update waits for its end."""
+    pool, engines, _ = await started(2)
+    client = pool.client()
+    for engine in engines:
+        engine.gate.clear()
+    turns = await under_way(client, engines, "a", "b")
+    draining = asyncio.create_task(pool.drain(0))
+    await until(lambda: pool.states[0] is ReplicaState.DRAINING)
+    updating = asyncio.create_task(pool.update_weights(manifest(1), list))
+    pool.take_out(engines[1], failure_of("it died"))
+    assert (await client.generate("c", [7], PARAMS)).token_ids == [0] * 4
+    assert pool.states == {0: ReplicaState.DRAINING, 1: ReplicaState.SERVING}
+    assert not draining.done()
+    engines[0].gate.set()
+    await asyncio.gather(draining, updating, *turns)
+    assert (pool.states[0], pool.policy_version) == (ReplicaState.DRAINED, 1)
+
+
 async def test_a_cancelled_drain_puts_the_replica_back(started):
     """Nothing is in between: it serves as before, and the turn that it had ends there."""
     pool, engines, _ = await started(1)

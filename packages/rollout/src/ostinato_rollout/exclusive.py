@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from ostinato_rollout.conversation import num_cancellations
@@ -16,15 +17,21 @@ class Exclusive:
     """The operations of one pool."""
 
     def __init__(self) -> None:
+        self._order = asyncio.Lock()
         self.lock = asyncio.Lock()
-        """Held by the one that is under way, and by whoever else must not be disturbed by one."""
+        """Held by one that changes all replicas, and by whoever else must not be disturbed by such a one."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
-    async def run(self, purpose: str, work: Callable[[], Awaitable[T]]) -> T:
+    async def run(self, purpose: str, work: Callable[[], Awaitable[T]], *, changes_all: bool = True) -> T:
         """Run `work` when the operation before it has ended.
 
         It is cancelled once, with its caller, who then waits until it has ended; a caller who is cancelled again leaves it to that.
+
+        Args:
+            purpose: Completes `the pool must be running to ...`.
+            work: What to do.
+            changes_all: Replicas that come back wait until it has ended; they need not where it is about one of the others.
 
         Raises:
             SessionStateError: The pool is shut down, or was meanwhile.
@@ -33,7 +40,7 @@ class Exclusive:
             raise SessionStateError(f"the pool must be running to {purpose}, got one that is shut down; make a new one")
 
         async def run() -> T:
-            async with self.lock:
+            async with self._order, self.lock if changes_all else nullcontext():
                 return await work()
 
         task = asyncio.get_running_loop().create_task(run())

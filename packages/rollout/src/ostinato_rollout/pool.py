@@ -388,7 +388,7 @@ class ServerPool:
         async def work() -> None:
             await drain(self._fleet, drained, self._take_out, timeout_s=timeout_s)
 
-        await self._exclusive.run("drain a replica", work)
+        await self._exclusive.run("drain a replica", work, changes_all=False)
 
     async def replace(self, replica: int, *, drain_timeout_s: float = 600.0) -> None:
         """Drain a replica, shut it down, and put a new one with the current weights into its place.
