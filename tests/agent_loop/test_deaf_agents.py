@@ -28,9 +28,10 @@ class Deaf:
 
 
 async def test_a_deaf_agent_is_a_timeout_and_its_conversations_are_closed(world):
-    """An agent that swallows cancellations costs its own trajectory only: a recorded timeout, its sessions closed, and it opens
-    no other."""
+    """An agent that swallows cancellations costs its own trajectory only: a recorded timeout, its sessions closed, and it takes
+    no other turn."""
     refused: list[Exception] = []
+    was_refused = asyncio.Event()
     deaf = Deaf()
 
     @register("overtime_test_deaf")
@@ -42,9 +43,10 @@ async def test_a_deaf_agent_is_a_timeout_and_its_conversations_are_closed(world)
             if deaf_row:
                 await deaf()
                 try:
-                    self.context.open_session(row)
+                    await self.context.open_session(row).extend(raw_prompt)
                 except SessionStateError as error:
                     refused.append(error)
+                    was_refused.set()
             return AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1])
 
     manager = world.build(lambda request: DONE, agent="overtime_test_deaf", agent_options=SHORT, num_workers=1)
@@ -58,9 +60,8 @@ async def test_a_deaf_agent_is_a_timeout_and_its_conversations_are_closed(world)
     assert (world.client.num_sticky, len(world.server.released)) == (0, 2)
     assert not deaf.ended.is_set()
     deaf.let_go.set()
-    await deaf.ended.wait()
-    await asyncio.sleep(0)
-    assert len(refused) == 1
+    async with asyncio.timeout(30):
+        await was_refused.wait()
     assert "before its trajectory is over" in str(refused[0])
 
 
@@ -79,3 +80,27 @@ async def test_a_deaf_reward_is_a_timeout(world):
     await deaf.ended.wait()
     await asyncio.sleep(0)
     assert trajectory.reward is None
+
+
+async def test_an_agent_that_asks_again_whatever_it_is_told_holds_nobody_up(world):
+    """Once its trajectory is given up, its conversations take their time to refuse, so the event loop stays free."""
+    stop = asyncio.Event()
+
+    @register("deaf_agents_test_stubborn")
+    class Stubborn(AgentLoopBase):
+        async def run(self, sampling_params, *, raw_prompt, **row):
+            while not stop.is_set():
+                try:
+                    session = self.context.open_session(row)
+                    await session.extend(raw_prompt)
+                    await session.generate(sampling_params)
+                    await asyncio.Event().wait()
+                except BaseException:
+                    continue
+
+    manager = world.build(lambda request: DONE, agent="deaf_agents_test_stubborn", agent_options=SHORT)
+    rows = [{"raw_prompt": [{"role": "user", "content": "Please."}]}]
+    (trajectory,) = (await manager.generate_sequences(rows, n=1, step=0)).trajectories
+    assert trajectory.failure.kind is FailureKind.TIMEOUT
+    assert world.client.num_sticky == 0
+    stop.set()

@@ -15,10 +15,34 @@ from ostinato_agent_loop.config import AgentConfig, MultiTurnConfig, RolloutConf
 from ostinato_agent_loop.errors import AgentConfigError
 from ostinato_agent_loop.output import AgentLoopOutput
 from ostinato_engines import SamplingParams
-from ostinato_rollout import ChatSession, LLMServerClient, SessionBudget, SessionStateError
+from ostinato_rollout import ChatSession, LLMServerClient, Reply, SessionBudget, SessionStateError
 from ostinato_rollout.tracing import Tracer, TrajectoryTrace
 from ostinato_tokenization import ContinuousTokens
 from ostinato_tools import ToolExecutor, ToolParser
+
+_PAUSE_S = 1.0
+
+
+class _TrajectorySession(ChatSession):
+    """A conversation of a trajectory. Once that is over it takes its time to refuse: an agent that was left to itself and asks again
+    whatever it is told would hold up the event loop otherwise."""
+
+    def __init__(self, is_over: asyncio.Event, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._is_over = is_over
+
+    async def extend(self, messages: Sequence[dict]) -> None:
+        await self._check_not_over()
+        await super().extend(messages)
+
+    async def generate(self, sampling_params: SamplingParams) -> Reply:
+        await self._check_not_over()
+        return await super().generate(sampling_params)
+
+    async def _check_not_over(self) -> None:
+        if self._is_over.is_set():
+            await asyncio.sleep(_PAUSE_S)
+            raise SessionStateError("a turn must come before its trajectory is over, got one after it; take none later")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,19 +111,13 @@ class AgentLoopContext:
             tools: Schemas of the tools that the model is shown; None or empty: it has none.
             budget: How long it may get; None: as the context says.
             call_id_prefix: What the ids of its calls begin with; see ChatSession.
-
-        Raises:
-            SessionStateError: The trajectory is over: its agent has returned, or was given up.
         """
-        if self.is_over.is_set():
-            raise SessionStateError(
-                f"a conversation must be opened before its trajectory is over, got {self.trajectory_id!r}; open none later"
-            )
         number = len(self.sessions)
         request_id = None
         if self.trajectory_id:
             request_id = f"{self.trajectory_id}#{number}" if number else self.trajectory_id
-        session = ChatSession(
+        session = _TrajectorySession(
+            self.is_over,
             client=self.client,
             tokens=self.tokens,
             config=self.config,
@@ -141,7 +159,7 @@ class AgentLoopContext:
         return msgspec.structs.replace(self.budget, max_prompt_tokens=prompt, max_response_tokens=left)
 
     async def close(self) -> None:
-        """Close every conversation that is still open, all of them also where that is cancelled; no other can be opened."""
+        """Close every conversation that is still open, all of them also where that is cancelled; none takes a turn any more."""
         self.is_over.set()
         cancellation: asyncio.CancelledError | None = None
         for session in self.sessions:
