@@ -395,7 +395,7 @@ def test_a_missing_extra_is_an_error_with_its_cure(monkeypatch):
     monkeypatch.setattr("mlflow.version.VERSION", "3.5.1")
     monkeypatch.delitem(sys.modules, "ostinato_rollout.tracing.mlflow_store")
     monkeypatch.delattr("ostinato_rollout.tracing.mlflow_store")
-    with pytest.raises(ImportError, match=r"mlflow must be at least 3.6, got 3.5.1; run: pip install"):
+    with pytest.raises(ImportError, match=r"mlflow must be at least 3.10, got 3.5.1; run: pip install"):
         completed(config, project_name="p", experiment_name="e", folder="run")
     monkeypatch.setitem(sys.modules, "ostinato_rollout.tracing.mlflow_store", None)
     with pytest.raises(RolloutError, match=r"pip install 'ostinato-rollout\[mlflow\]'"):

@@ -30,11 +30,9 @@ from mlflow.version import VERSION
 from ostinato_rollout.errors import RequestTimeoutError, TraceStoreError
 from ostinato_rollout.tracing.span import Span, SpanKind
 
-if tuple(map(int, VERSION.split(".")[:2])) < (
-    3,
-    6,
-):  # older ones keep spans in files, and take none while a trace is under way
-    raise ImportError(f"mlflow must be at least 3.6, got {VERSION}")
+# Older ones lose the root of a trace whose generations were written before it.
+if tuple(map(int, VERSION.split(".")[:2])) < (3, 10):
+    raise ImportError(f"mlflow must be at least 3.10, got {VERSION}")
 
 _SQLITE: Final = "sqlite:///"
 _BUSY_TIMEOUT_S: Final = 60
