@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
+import threading
+import types
 
 import pytest
 
@@ -20,6 +23,7 @@ from ostinato_agent_loop import (
     RolloutConfig,
     TrajectoryEnd,
     TrajectoryTask,
+    UnknownAgentError,
     make_parser,
 )
 from ostinato_engines import SamplingParams
@@ -402,3 +406,43 @@ async def test_replicas_of_this_process_are_refused():
     workers = RayWorkers(spec_of(), ServerPool([ScriptedServer([])]))
     with pytest.raises(AgentConfigError, match="got ScriptedServer; use RayReplica"):
         await workers.start()
+
+
+async def test_an_agent_that_cannot_travel_harms_no_other(pool_of):
+    """Agents that cannot be pickled, or whose module workers do not have, fail their own trajectories; the others run."""
+
+    class Locked(AgentLoopBase):
+        lock = threading.Lock()
+
+        async def run(self, sampling_params, **row):
+            raise AssertionError
+
+    class Elsewhere(AgentLoopBase):
+        async def run(self, sampling_params, **row):
+            raise AssertionError
+
+    module = types.ModuleType("module_of_the_driver")
+    module.Elsewhere = Elsewhere
+    Elsewhere.__module__, Elsewhere.__qualname__ = module.__name__, "Elsewhere"
+    sys.modules[module.__name__] = module
+    try:
+        agents = {"locked": Locked, "elsewhere": Elsewhere}
+        pool = await pool_of()
+        async with RayWorkers(spec_of(config_of(num_workers=1), agents=agents), pool, placements=[SMALL]) as workers:
+            (worker,) = workers.workers
+            for name in agents:
+                failed = await worker.run_trajectory(task_of(1, name), PARAMS)
+                assert failed.failure is not None
+                assert name in failed.failure.message
+            what_counts(await worker.run_trajectory(task_of(2), PARAMS))
+    finally:
+        del sys.modules[module.__name__]
+
+
+async def test_a_default_agent_that_workers_do_not_know_is_told_at_start(pool_of):
+    """Workers do not start for a run none of whose trajectories they could run."""
+    pool = await pool_of()
+    config = config_of(num_workers=1, default_agent_loop="nobody_knows_it")
+    with pytest.raises(UnknownAgentError, match="nobody_knows_it"):
+        async with RayWorkers(spec_of(config, agents={}), pool, placements=[SMALL]):
+            pass

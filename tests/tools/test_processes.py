@@ -59,7 +59,7 @@ def act(how: str, path: str) -> object:
     if how == "unreadable":
         return Unreadable()
     if how == "garbage":
-        for number in range(3, 64):
+        for number in range(3, 4096):
             with contextlib.suppress(OSError):
                 os.write(number, bytes([255]) * 64)
     if how == "forged":

@@ -276,11 +276,11 @@ async def test_code_that_cannot_be_interrupted_loses_its_interpreter() -> None:
             "connection",
         ),
         (
-            "import os, struct\nfor fd in range(3, 64):\n    try: os.write(fd, struct.pack('>I', 2**31) + b'[' * 99)\n    except OSError: pass",
+            "import os, struct\nfor fd in range(3, 4096):\n    try: os.write(fd, struct.pack('>I', 2**31) + b'[' * 99)\n    except OSError: pass",
             "connection",
         ),
         (
-            "import os, struct\nfor fd in range(3, 64):\n    try: os.write(fd, struct.pack('>I', 60000) + b'[' * 60000)\n    except OSError: pass",
+            "import os, struct\nfor fd in range(3, 4096):\n    try: os.write(fd, struct.pack('>I', 60000) + b'[' * 60000)\n    except OSError: pass",
             "connection",
         ),
     ],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,13 +20,13 @@ from ostinato_agent_loop.base import AgentLoopBase, AgentLoopContext
 from ostinato_agent_loop.config import RolloutConfig
 from ostinato_agent_loop.manager import make_parser, make_tool_executor
 from ostinato_agent_loop.ray_workers.following import ReplicaView
-from ostinato_agent_loop.registry import load_agent_loops, register, registered_agents
+from ostinato_agent_loop.registry import agent_loop_class, load_agent_loops, register, registered_agents
 from ostinato_agent_loop.reward import RewardFn
 from ostinato_agent_loop.trajectory import Trajectory
 from ostinato_agent_loop.worker import AgentLoopWorker, TrajectoryTask
 from ostinato_engines import AsyncServerBase, EngineError, SamplingParams
 from ostinato_rollout import DecisionLog, LLMServerClient, NoReplicaError, SessionBudget, derive_seed, make_policy
-from ostinato_rollout.ray_cluster import ActorBody, ReplicaEndpoint
+from ostinato_rollout.ray_cluster import ActorBody, ReplicaEndpoint, pickled
 from ostinato_rollout.tracing import Tracer, make_tracer
 from ostinato_rollout.transport import RemoteServer
 from ostinato_tokenization import ContinuousTokens
@@ -53,7 +54,18 @@ class WorkerSpec:
     seed: int = 0
     """Root of what workers draw."""
     agents: Mapping[str, type[AgentLoopBase]] = field(default_factory=registered_agents)
-    """By name, beside those of `config.agent.agent_loop_config_path`; those registered here unless others are given."""
+    """By name, beside those of `config.agent.agent_loop_config_path`; those registered here unless others are given. One that
+    cannot get to a worker is unknown there."""
+
+    def pickled_agents(self) -> dict[str, bytes]:
+        """Return the agents that can travel, each by itself: what one of them cannot do is no other's business."""
+        found = {}
+        for name, agent in self.agents.items():
+            try:
+                found[name] = pickled(agent)
+            except Exception as error:
+                logger.warning("agent %r stays unknown to workers: %s: %s", name, type(error).__name__, error)
+        return found
 
 
 class WorkerShare(msgspec.Struct, frozen=True):
@@ -107,23 +119,28 @@ class WorkerBody(ActorBody):
         self._leaving: set[asyncio.Task[None]] = set()
         self._tracer: Tracer | None = None
 
-    async def build(self, spec: WorkerSpec, share: WorkerShare, view: ReplicaView) -> None:
+    async def build(self, spec: WorkerSpec, agents: Mapping[str, bytes], share: WorkerShare, view: ReplicaView) -> None:
         """Makes the worker.
 
         Args:
-            spec: From what.
+            spec: From what, but for its agents.
+            agents: These, as they travel.
             share: Which of the workers this is.
             view: Of the replicas; at least one is in service.
 
         Raises:
             NoReplicaError: None of the replicas can be reached.
-            AgentConfigError, ToolError: A setting, an agent or a tool cannot be used.
+            AgentConfigError, UnknownAgentError, ToolError: A setting, the default agent or a tool cannot be used.
         """
         config, self._share = spec.config, share
-        for name, agent in spec.agents.items():
-            register(name)(agent)
+        for name, agent in agents.items():
+            try:
+                register(name)(pickle.loads(agent))
+            except Exception as error:  # of a module that is not to be had here: only its own trajectories need it
+                logger.warning("agent %r stays unknown here: %s: %s", name, type(error).__name__, error)
         if config.agent.agent_loop_config_path is not None:
             load_agent_loops(config.agent.agent_loop_config_path)
+        agent_loop_class(config.agent.default_agent_loop)  # now, and not in every trajectory
         make_tools = spec.make_tools or (lambda: make_tool_executor(config.multi_turn, spec.tokens.tokenizer))
         self._tools = make_tools()
         self._client = await self._make_client(spec, view)

@@ -7,6 +7,7 @@ certain; what the first run had recorded has gone with the process, so that noth
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 import time
@@ -75,7 +76,8 @@ class RayWorkers:
         ):
             if not 0 < value < float("inf"):
                 raise AgentConfigError(f"{name} must be positive, got {value}; give seconds")
-        self._spec, self._pool = spec, pool
+        self._agents = spec.pickled_agents()
+        self._spec, self._pool = dataclasses.replace(spec, agents={}), pool
         self._max_reruns, self._silence_s, self._start_timeout_s = max_reruns, silence_s, start_timeout_s
         self._budget = RestartBudget(RestartPolicy() if restarts is None else restarts, spec.seed)
         self._numbers = itertools.count()
@@ -177,7 +179,7 @@ class RayWorkers:
                 while not self._follower.view.endpoints:
                     await self._changed.wait()
                 share = WorkerShare(worker.number, len(self.workers))
-                await process.ask("build", self._spec, share, self._follower.view)
+                await process.ask("build", self._spec, self._agents, share, self._follower.view)
         except BaseException as error:
             told = process.unplaced() if process.place is None else "no answer, or no replica was in service"
             await process.end()

@@ -4,7 +4,14 @@ Ray decides where a process runs, starts it and notices its end; what is asked o
 call of a conversation waits for Ray. What it is not: it starts no cluster, and makes no placement groups. Needs the extra `ray`.
 """
 
-from ostinato_rollout.ray_cluster.actors import ActorBody, ActorLostError, ActorPlacement, ActorProcess, ClusterError
+from ostinato_rollout.ray_cluster.actors import (
+    ActorBody,
+    ActorLostError,
+    ActorPlacement,
+    ActorProcess,
+    ClusterError,
+    pickled,
+)
 from ostinato_rollout.ray_cluster.replica import RayReplica, ReplicaEndpoint, ReplicaReport
 
 __all__ = [
@@ -16,4 +23,5 @@ __all__ = [
     "RayReplica",
     "ReplicaEndpoint",
     "ReplicaReport",
+    "pickled",
 ]

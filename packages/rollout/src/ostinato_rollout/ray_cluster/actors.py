@@ -21,6 +21,7 @@ from ostinato_rollout.errors import RolloutError
 
 try:
     import ray
+    from ray import cloudpickle
     from ray.exceptions import RayActorError, RayError, RayTaskError
     from ray.util.placement_group import PlacementGroup
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -35,6 +36,15 @@ _END_S = 10.0
 _POLL_S = 0.02
 _MAX_CALLS = 100_000
 """Calls that one actor has under way at a time: what bounds them is the caller's."""
+
+
+def pickled(value: Any) -> bytes:
+    """Return a value, also a class or function of a script, in the form in which Ray sends it; `pickle.loads` reads it.
+
+    Raises:
+        Exception: It cannot be pickled; the class says little.
+    """
+    return cloudpickle.dumps(value)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class ClusterError(RolloutError, RuntimeError):

@@ -43,7 +43,7 @@ def local_cluster(*, num_cpus: int = 16, num_gpus: int = 0) -> Iterator[None]:
     parent = tempfile.gettempdir()
     folder = tempfile.mkdtemp(prefix="ray", dir=parent if len(parent) <= _MAX_PATH else "/tmp")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    before = descendants(os.getpid())
+    before, own = descendants(os.getpid()), set()
     try:
         ray.init(
             address="local",
@@ -55,9 +55,11 @@ def local_cluster(*, num_cpus: int = 16, num_gpus: int = 0) -> Iterator[None]:
             log_to_driver=False,
             configure_logging=False,
         )
+        own = descendants(os.getpid()) - before
         yield
     finally:
-        started = descendants(os.getpid()) - before
+        # What this process has started meanwhile for other ends is not the cluster's.
+        started = own.union(*map(descendants, own))
         ray.shutdown()
         left = wait_until_gone(started)
         for pid in left:
