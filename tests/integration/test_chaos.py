@@ -478,8 +478,11 @@ async def test_a_thousand_conversations_at_once_and_flat_memory(world):
         if wave >= 4:
             for pid in pids:
                 samples.setdefault(pid, []).append(checks.resident_bytes(pid))
+    # A worker that a crowded host has cost its place is new, and grows as every process does that has just begun.
+    steady = {pid: sizes for pid, sizes in samples.items() if len(sizes) == 6}
+    assert {os.getpid(), *(replica.place.pid for replica in world.pool.servers)} <= steady.keys()
     # An allocator's noise: 2 KiB for each conversation of the waves between, where its tokens alone take ten times as much.
-    assert checks.memory_findings(samples, allowed_bytes=8 * MIB) == []
+    assert checks.memory_findings(steady, allowed_bytes=8 * MIB) == []
 
 
 @pytest.mark.slow
