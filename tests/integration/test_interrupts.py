@@ -14,9 +14,10 @@ import pytest
 MAIN = "from ostinato_trainer.cli import main; main()"
 
 SLOW_PHASE = """
-import asyncio, sys, time
+import asyncio, signal, sys, time
 from pathlib import Path
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that a shell runs in its background are started without
 phase, marker = sys.argv[1], Path(sys.argv[2])
 sys.argv = ["ostinato", *sys.argv[3:]]
 
