@@ -27,13 +27,14 @@ CHECK_IMPORTS = """
 import importlib, pkgutil, re, sys
 from importlib.metadata import requires
 from pathlib import Path
-name, declared = sys.argv[1], set(sys.argv[2:])
+name, declared = sys.argv[1], set(sys.argv[2:])  # declared: itself and its siblings, an extra of one of which may be what it needs
 package = importlib.import_module(name)
 assert Path(package.__file__).is_relative_to(sys.prefix), f"{package.__file__} is not in {sys.prefix}"
 assert Path(package.__file__).with_name("py.typed").is_file(), "py.typed is not in the wheel"
 present = {found.name for found in pkgutil.iter_modules() if found.name.startswith("ostinato")}
 assert present == declared, f"{sorted(declared)} are declared, {sorted(present)} can be imported"
-optional = {re.split(r"[^\\w.-]", line)[0].replace("-", "_") for line in requires(name.replace("_", "-")) if "extra ==" in line}
+needed = [line for each in declared for line in requires(each.replace("_", "-")) if "extra ==" in line]
+optional = {re.split(r"[^\\w.-]", line)[0].replace("-", "_") for line in needed}
 for found in pkgutil.walk_packages(package.__path__, name + "."):
     try:
         importlib.import_module(found.name)

@@ -162,6 +162,10 @@ class World:
                 remote._link.forget(name)
             case "restart":
                 await self.restart()
+            case "notice":
+                async with asyncio.timeout(20):
+                    while not remote.stats.num_lost:  # noqa: ASYNC110  it has no event
+                        await asyncio.sleep(0.001)
             case "pass":
                 await asyncio.sleep(0)
 
@@ -212,7 +216,15 @@ def test_each_generation_gets_the_prompt_that_was_meant(steps, seed, max_kept_by
 def test_the_steps_reach_what_they_are_about():
     """A fixed play sends prompts in part, whole and again, loses connections, and gets answers all the same."""
     steps = [("turn", name, "on") for name in NAMES] + [("await", name, "") for name in NAMES]
-    steps += [*steps, ("forget there", "a", ""), *steps, ("turn", "b", "slow"), ("restart", "", ""), *steps]
+    steps += [
+        *steps,
+        ("forget there", "a", ""),
+        *steps,
+        ("turn", "b", "slow"),
+        ("restart", "", ""),
+        ("notice", "", ""),
+        *steps,
+    ]
     world, remote = asyncio.run(play(steps, 0, 1 << 20))
     assert world.num_answers == 16
     assert (remote.stats.num_resent, remote.stats.num_lost) == (1, 1)

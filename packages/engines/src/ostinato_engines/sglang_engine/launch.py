@@ -156,8 +156,8 @@ def write_plugin(folder: Path) -> None:
 
 
 def new_key() -> str:
-    """A secret for one server."""
-    return secrets.token_urlsafe(32)
+    """A secret for one server; it never looks like an option, as which SGLang reads what begins with a dash."""
+    return secrets.token_hex(32)
 
 
 def free_port() -> int:
