@@ -269,11 +269,11 @@ class RayWorkers:
                     self.num_reruns += 1
                     logger.warning("%s begins anew, because its worker is lost: %s", where, error)
                     continue
-                return _failed(task, Failure.from_error(error, where, kind=FailureKind.AGENT))
+                return task.failed(Failure.from_error(error, where, kind=FailureKind.AGENT))
             # What cannot cross to a worker or back belongs to this trajectory alone.
             except Exception as error:
                 logger.error("%s failed", where, exc_info=error)
-                return _failed(task, Failure.from_error(error, where))
+                return task.failed(Failure.from_error(error, where))
             trajectory.row, trajectory.trajectory_id = task.row, task.trajectory_id
             for segment in trajectory.segments:
                 segment.trajectory_id = task.trajectory_id
@@ -367,7 +367,7 @@ class RayWorker:
 
         results: list[Any] = await RolloutScheduler().run(tasks, run, concurrency=concurrency)
         return [
-            _failed(task, result) if isinstance(result, Failure) else result
+            task.failed(result) if isinstance(result, Failure) else result
             for task, result in zip(tasks, results, strict=True)
         ]
 
@@ -385,7 +385,3 @@ async def _let_go(process: ActorProcess, number: int) -> None:
     """Ends a trajectory that nobody waits for."""
     with suppress(ClusterError):
         await process.ask("cancel", number)
-
-
-def _failed(task: TrajectoryTask, failure: Failure) -> Trajectory:
-    return Trajectory(group_id=task.group_id, trajectory_id=task.trajectory_id, row=task.row, failure=failure)
