@@ -140,13 +140,16 @@ def memory_findings(samples, *, allowed_bytes):
     Args:
         samples: By process, bytes after each wave.
         allowed_bytes: What the noise of an allocator may add.
+
+    Returns:
+        What grew, by process.
     """
-    found = []
+    found = {}
     for name, sizes in samples.items():
         third = max(1, len(sizes) // 3)
         growth = min(sizes[-third:]) - max(sizes[:third])
         if growth > allowed_bytes:
-            found.append(f"{name} grew by {growth >> 10} KiB over {len(sizes)} waves")
+            found[name] = f"grew by {growth >> 10} KiB over {len(sizes)} waves"
     return found
 
 
