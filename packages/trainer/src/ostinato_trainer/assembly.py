@@ -31,11 +31,12 @@ from ostinato_trainer.interrupts import run_interruptibly
 from ostinato_trainer.local_backend import LocalBackend, LocalBackendOptions
 from ostinato_trainer.loggers import Loggers
 from ostinato_trainer.model_files import check_model_folder, load_tokenizer
-from ostinato_trainer.ppo_trainer import PPOTrainer, TrainerCallback, TrainerParts
+from ostinato_trainer.ppo_trainer import PPOTrainer
 from ostinato_trainer.prompt_loader import PromptLoader
 from ostinato_trainer.rewards import RewardManager
 from ostinato_trainer.rollout_engine import build_pool
 from ostinato_trainer.row_names import check_row_names
+from ostinato_trainer.trainer_parts import TrainerCallback, TrainerParts
 
 
 class _StepFunction:

@@ -1,0 +1,85 @@
+"""The components of a run, as the training loop sees them, and what can watch a run.
+
+Protocols, so that each may be replaced by a class of the user's own; `assembly` builds ours from a configuration.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ostinato_agent_loop import RolloutBatch
+from ostinato_engines import SamplingParams
+from ostinato_rollout import ServerPool
+from ostinato_trainer.backend import TrainingBackend
+
+
+class PromptStream(Protocol):
+    """An endless, resumable stream of batches of dataset rows."""
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch, from 0."""
+        ...
+
+    def next_batch(self) -> list[dict]:
+        """The next `data.train_batch_size` rows."""
+        ...
+
+
+class Manager(Protocol):
+    """`AgentLoopManager`, or a class of the user's own in its place."""
+
+    async def generate_sequences(
+        self, rows: Sequence[Mapping], *, n: int, sampling_params: SamplingParams, step: int, validate: bool = False
+    ) -> RolloutBatch:
+        """`n` trajectories for each row, scored."""
+        ...
+
+
+class TrainerCallback(Protocol):
+    """What a run can be watched through; called in the loop, so it should return soon."""
+
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        """After a step was trained, its weights sent and its metrics known."""
+        ...
+
+
+class CheckpointWriter(Protocol):
+    """Writes the state of a step, whole or not at all."""
+
+    def save(self, step: int) -> None:
+        """Write the checkpoint of `step`."""
+        ...
+
+
+@dataclass
+class TrainerParts:
+    """The components of a run; `assembly` builds them from a configuration."""
+
+    loader: PromptStream
+    val_rows: Sequence[Mapping]
+    manager: Manager
+    pool: ServerPool
+    backend: TrainingBackend
+    checkpoints: CheckpointWriter
+    callbacks: Sequence[TrainerCallback] = ()
+
+
+@dataclass
+class Stopwatch:
+    """Seconds by phase, under the field's names `timing_s/...`."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Add the time of the block to `phase`."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
