@@ -168,6 +168,8 @@ def test_a_column_of_the_wrong_length_is_refused():
     batch = Batch.from_segments([segment()])
     with pytest.raises(BatchError, match=r"advantages must have shape \[5\]"):
         batch.with_columns(advantages=torch.zeros(3))
+    with pytest.raises(BatchError, match=r"baselines must have shape \[1\]"):
+        batch.with_columns(baselines=torch.zeros(5))
     with pytest.raises(BatchError, match="column must be one of"):
         batch.with_columns(advantage=torch.zeros(5))
 
@@ -178,13 +180,14 @@ def test_selecting_keeps_what_each_sequence_is(segments, random):
     """A selection in any order holds exactly the sequences asked for, with their ids, rewards and columns."""
     batch = Batch.from_segments(segments)
     marks = torch.arange(batch.num_tokens, dtype=torch.float64)
-    batch = batch.with_columns(old_log_probs=marks)
+    batch = batch.with_columns(old_log_probs=marks, baselines=batch.rewards + 1)
     chosen = random.sample(range(batch.num_sequences), random.randint(1, batch.num_sequences))
     part = batch.select(chosen)
     assert rows(part) == [rows(batch)[place] for place in chosen]
     assert part.old_log_probs is not None
     assert torch.equal(part.old_log_probs, marks[batch.token_positions(torch.tensor(chosen))])
     assert len(set(part.trajectory_index.tolist())) == part.num_trajectories == len(part.rewards)
+    assert part.baselines is not None and torch.equal(part.baselines, part.rewards + 1)
 
 
 @settings(deadline=None)

@@ -30,10 +30,15 @@ _TOKEN_COLUMNS = (
     "position_ids",
     "old_log_probs",
     "ref_log_probs",
+    "rollout_is_weights",
+    "token_rewards",
+    "values",
+    "returns",
     "advantages",
     "loss_weights",
 )
 _SEQUENCE_COLUMNS = ("group_index", "trajectory_index", "prompt_lengths")
+_TRAJECTORY_COLUMNS = ("rewards", "baselines")
 
 
 @dataclass(frozen=True)
@@ -66,11 +71,23 @@ class Batch:
     """float [T]; under the policy at the start of the step. None means that the batch is on-policy."""
     ref_log_probs: Tensor | None = None
     """float [T]; under the reference policy."""
+    rollout_is_weights: Tensor | None = None
+    """float [T]; what a token's policy loss is multiplied with because another distribution sampled it
+    (`rollout_correction`); 1 outside the loss mask."""
+    token_rewards: Tensor | None = None
+    """float64 [T]; rewards token by token, 0 outside the loss mask. None where all of a trajectory's reward stands in
+    `rewards`."""
+    values: Tensor | None = None
+    """float [T]; what the critic expected before token t was sampled, 0 outside the loss mask."""
+    returns: Tensor | None = None
+    """float64 [T]; what the critic learns to expect, 0 outside the loss mask."""
     advantages: Tensor | None = None
     """float64 [T]; 0 outside the loss mask."""
     loss_weights: Tensor | None = None
     """float64 [T]; what a token's loss is multiplied with before everything is summed
     (`aggregation.with_loss_weights`)."""
+    baselines: Tensor | None = None
+    """float64 [R]; reward of a greedy trajectory for the same prompt."""
     num_mini_batch_tokens: int | None = None
     """Trained tokens of the whole mini-batch that this batch is a part of; set together with `loss_weights`."""
 
@@ -89,11 +106,13 @@ class Batch:
                 raise BatchError(
                     f"{name} must have shape [{num_sequences}], one entry a sequence, got {list(shape)}; recompute it"
                 )
-        if self.rewards.shape != (len(self.trajectory_ids),):
-            raise BatchError(
-                f"rewards must have shape [{len(self.trajectory_ids)}], one entry a trajectory, "
-                f"got {list(self.rewards.shape)}; recompute them"
-            )
+        for name in _TRAJECTORY_COLUMNS:
+            column = getattr(self, name)
+            if column is not None and tuple(column.shape) != (len(self.trajectory_ids),):
+                raise BatchError(
+                    f"{name} must have shape [{len(self.trajectory_ids)}], one entry a trajectory, "
+                    f"got {list(column.shape)}; recompute them"
+                )
 
     @classmethod
     def from_segments(cls, segments: Sequence[Segment]) -> Batch:
@@ -166,9 +185,10 @@ class Batch:
         Raises:
             BatchError: a column is unknown or of the wrong shape.
         """
-        unknown = sorted(set(columns) - set(_TOKEN_COLUMNS))
+        known = (*_TOKEN_COLUMNS, *_TRAJECTORY_COLUMNS)
+        unknown = sorted(set(columns) - set(known))
         if unknown:
-            raise BatchError(f"column must be one of {', '.join(_TOKEN_COLUMNS)}, got {unknown[0]!r}; fix the name")
+            raise BatchError(f"column must be one of {', '.join(known)}, got {unknown[0]!r}; fix the name")
         return dataclasses.replace(self, **columns)  # pyright: ignore[reportArgumentType]
 
     def token_positions(self, sequences: Tensor) -> Tensor:
@@ -208,6 +228,7 @@ class Batch:
             trajectory_index=trajectory_index,
             prompt_lengths=self.prompt_lengths[chosen],
             rewards=self.rewards[trajectories],
+            baselines=None if self.baselines is None else self.baselines[trajectories],
             group_ids=tuple(self.group_ids[group] for group in groups.tolist()),
             trajectory_ids=tuple(self.trajectory_ids[trajectory] for trajectory in trajectories.tolist()),
             num_mini_batch_tokens=self.num_mini_batch_tokens,
