@@ -187,7 +187,8 @@ def test_selecting_keeps_what_each_sequence_is(segments, random):
     assert part.old_log_probs is not None
     assert torch.equal(part.old_log_probs, marks[batch.token_positions(torch.tensor(chosen))])
     assert len(set(part.trajectory_index.tolist())) == part.num_trajectories == len(part.rewards)
-    assert part.baselines is not None and torch.equal(part.baselines, part.rewards + 1)
+    assert part.baselines is not None
+    assert torch.equal(part.baselines, part.rewards + 1)
 
 
 @settings(deadline=None)
