@@ -7,31 +7,27 @@ finite changes nothing; and on the CPU the same calls give the same bits, becaus
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
 from ostinato_engines import WeightManifest
 from ostinato_engines.device import is_out_of_memory, pick_device
+from ostinato_trainer.adamw import AdamW, AdamWOptions
 from ostinato_trainer.backend import EntropyMode, LossFn, MicroBatchOutput, OptimizerStats
 from ostinato_trainer.backend_state import BackendState, check_matches, read_state, write_state
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.causal_lm import CausalLM, load_causal_lm
 from ostinato_trainer.errors import BackendError, BatchError
-from ostinato_trainer.schedules import check_schedule, lr_factor
-
-_logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-class LocalBackendOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LocalBackendOptions(AdamWOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the backend needs to know besides the model; names follow `actor_rollout_ref.actor`."""
 
     device: str = "auto"
@@ -39,20 +35,16 @@ class LocalBackendOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     dtype: str = "float32"
     """What the model computes in. With bfloat16 the weights and moments stay float32: 8 bits of mantissa would
     swallow small steps. float64 is for verification."""
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    lr_scheduler_type: str = "constant"
-    lr_warmup_steps: int = 0
-    total_steps: int | None = None
-    """Optimizer steps of the whole run; linear and cosine need it."""
-    grad_clip: float = 1.0
-    """Largest L2 norm of the gradient; infinity never clips."""
     keep_reference: bool = False
     """Keep a frozen copy of the model as it is at construction: the reference of a KL term."""
     max_tokens_per_forward: int = 16384
     """Padded tokens of one forward pass in `log_probs`, which needs no gradient; a longer sequence goes alone."""
+
+    def check(self) -> None:
+        """Raises BackendError where a value is out of range."""
+        if self.dtype not in _DTYPES:
+            raise BackendError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}; float32 is safe")
+        super().check()
 
 
 class LocalBackend:
@@ -71,11 +63,7 @@ class LocalBackend:
             BackendError: an option is out of range.
         """
         self.options = options or LocalBackendOptions()
-        _check_options(self.options)
-        schedule = (self.options.lr_warmup_steps, self.options.total_steps)
-        self._schedule = check_schedule(
-            self.options.lr_scheduler_type, warmup_steps=schedule[0], total_steps=schedule[1]
-        )
+        self.options.check()
         self._device = torch.device(pick_device(self.options.device))
         wanted = _DTYPES[self.options.dtype]
         autocast = wanted if wanted is torch.bfloat16 else None
@@ -85,18 +73,8 @@ class LocalBackend:
         if self.options.keep_reference:
             self._reference = CausalLM(copy.deepcopy(model).requires_grad_(False), autocast=autocast)
         self._tokenizer_source = tokenizer_source
-        self._names = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._optimizer = torch.optim.AdamW(
-            list(self._names.values()),
-            lr=self.options.lr,
-            betas=self.options.betas,
-            eps=self.options.eps,
-            weight_decay=self.options.weight_decay,
-            fused=True,
-        )
-        self.num_steps = 0
-        """Optimizer steps asked for, skipped ones included; the schedule counts these."""
-        self.num_skipped = 0
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.optimizer = AdamW(trained, self.options)
         self.policy_version = 0
         """Optimizer steps that changed the weights."""
 
@@ -108,7 +86,7 @@ class LocalBackend:
             BackendError: the path holds no model that can be loaded, or an option is out of range.
         """
         options = options or LocalBackendOptions()
-        _check_options(options)
+        options.check()
         wanted = _DTYPES[options.dtype]
         dtype = torch.float32 if wanted is torch.bfloat16 else wanted
         model = load_causal_lm(path, dtype=dtype, device=torch.device(pick_device(options.device)))
@@ -152,7 +130,7 @@ class LocalBackend:
                 loss.backward()
                 _merge(totals, metrics)
         except BaseException as error:
-            self._optimizer.zero_grad(set_to_none=True)
+            self.optimizer.clear_gradients()
             if is_out_of_memory(error):
                 raise BackendError(
                     _out_of_memory("an update", "ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu")
@@ -212,25 +190,10 @@ class LocalBackend:
     def optimizer_step(self) -> OptimizerStats:
         """See `TrainingBackend.optimizer_step`. The schedule moves on even where the step is skipped, so step k
         always has rate k."""
-        lr = self.options.lr * self._factor()
-        self.num_steps += 1
-        gradients = {name: parameter.grad for name, parameter in self._names.items() if parameter.grad is not None}
-        if not gradients:
-            return self._skip(0.0, lr, "no token was trained on")
-        norm = torch.nn.utils.get_total_norm(gradients.values())
-        grad_norm = float(norm)
-        if not math.isfinite(grad_norm):
-            bad = next((name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())), None)
-            where = "the sum over all parameters overflows" if bad is None else f"first in {bad}"
-            return self._skip(grad_norm, lr, f"gradient norm is {grad_norm}, {where}")
-        if grad_norm > self.options.grad_clip:
-            torch.nn.utils.clip_grads_with_norm_(list(self._names.values()), self.options.grad_clip, norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        self.policy_version += 1
-        return OptimizerStats(grad_norm=grad_norm, lr=lr)
+        stats = self.optimizer.step()
+        if not stats.skipped:
+            self.policy_version += 1
+        return stats
 
     def weights(
         self, *, version: int | None = None
@@ -256,15 +219,12 @@ class LocalBackend:
         Raises:
             OSError: the directory cannot be written.
         """
-        moments = {
-            f"{name}.{key}": value
-            for name, parameter in self._names.items()
-            for key, value in self._optimizer.state.get(parameter, {}).items()
-        }
         counters = BackendState(
-            num_steps=self.num_steps, num_skipped=self.num_skipped, policy_version=self.policy_version
+            num_steps=self.optimizer.num_steps,
+            num_skipped=self.optimizer.num_skipped,
+            policy_version=self.policy_version,
         )
-        write_state(Path(directory), self._lm.named_tensors(), moments, counters)
+        write_state(Path(directory), self._lm.named_tensors(), self.optimizer.moments(), counters)
 
     def load(self, directory: str | Path) -> None:
         """See `TrainingBackend.load`. The reference stays the model that the backend was made with.
@@ -275,30 +235,15 @@ class LocalBackend:
         weights, moments, state = read_state(Path(directory))
         tensors = self._lm.named_tensors()
         check_matches(directory, weights, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        by_parameter = self._optimizer.state_dict()
-        by_parameter["state"] = _moments_by_position(directory, self._names, moments)
-        self._optimizer.load_state_dict(by_parameter)
+        self.optimizer.load(moments, num_steps=state.num_steps, num_skipped=state.num_skipped, source=directory)
         with torch.no_grad():
             for name, tensor in tensors.items():
                 tensor.copy_(weights[name])
-        self._optimizer.zero_grad(set_to_none=True)
-        self.num_steps, self.num_skipped, self.policy_version = state.num_steps, state.num_skipped, state.policy_version
+        self.policy_version = state.policy_version
 
     def save_hf(self, directory: str | Path) -> None:
         """See `TrainingBackend.save_hf`."""
         self._lm.save_hf(Path(directory), tokenizer_source=self._tokenizer_source)
-
-    def _factor(self) -> float:
-        options = self.options
-        return lr_factor(
-            self._schedule, self.num_steps, warmup_steps=options.lr_warmup_steps, total_steps=options.total_steps
-        )
-
-    def _skip(self, grad_norm: float, lr: float, reason: str) -> OptimizerStats:
-        self._optimizer.zero_grad(set_to_none=True)
-        self.num_skipped += 1
-        _logger.warning("Optimizer step %d was skipped: %s; the weights are unchanged", self.num_steps, reason)
-        return OptimizerStats(grad_norm=grad_norm, lr=lr, skipped=True, reason=reason)
 
     def _check_ids(self, batch: Batch) -> None:
         highest = int(batch.token_ids.max())
@@ -307,15 +252,6 @@ class LocalBackend:
                 f"token ids must be below the model's vocabulary of {self._lm.vocab_size}, got {highest}; "
                 "use the tokenizer that belongs to the model"
             )
-
-
-def _check_options(options: LocalBackendOptions) -> None:
-    if options.dtype not in _DTYPES:
-        raise BackendError(f"dtype must be one of {', '.join(_DTYPES)}, got {options.dtype!r}; float32 is safe")
-    if not 0 <= options.lr < math.inf:
-        raise BackendError(f"lr must be finite and at least 0, got {options.lr}; 1e-6 is usual")
-    if not options.grad_clip > 0:
-        raise BackendError(f"grad_clip must be above 0, got {options.grad_clip}; infinity never clips")
 
 
 def _check_temperature(temperature: float) -> None:
@@ -343,23 +279,3 @@ def _merge(totals: dict[str, Tensor], metrics: Mapping[str, float | Tensor]) -> 
 
 def _out_of_memory(what: str, keys: str) -> str:
     return f"memory must suffice for {what}, but it ran out; lower {keys}, or data.max_response_length"
-
-
-def _moments_by_position(
-    directory: str | Path, names: Mapping[str, Tensor], moments: Mapping[str, Tensor]
-) -> dict[int, dict[str, Tensor]]:
-    """The optimizer's state under the positions of its parameters, checked against their shapes."""
-    if not moments:
-        return {}
-    expected: dict[str, tuple[int, ...]] = {}
-    for name, parameter in names.items():
-        expected.update(
-            {
-                f"{name}.exp_avg": tuple(parameter.shape),
-                f"{name}.exp_avg_sq": tuple(parameter.shape),
-                f"{name}.step": (),
-            }
-        )
-    check_matches(directory, moments, expected)
-    keys = ("step", "exp_avg", "exp_avg_sq")
-    return {position: {key: moments[f"{name}.{key}"] for key in keys} for position, name in enumerate(names)}

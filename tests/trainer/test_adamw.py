@@ -1,0 +1,76 @@
+"""The optimizer that policy and critic share: torch's AdamW, with steps that are skipped and a state that is kept by name."""
+
+import pytest
+import torch
+
+from ostinato_trainer.adamw import AdamW, AdamWOptions
+from ostinato_trainer.errors import BackendError, CheckpointError
+
+
+def make(names=("b", "a"), **options):
+    generator = torch.Generator().manual_seed(1)
+    parameters = {name: torch.nn.Parameter(torch.randn(2, 3, generator=generator)) for name in names}
+    return AdamW(parameters, AdamWOptions(**{"lr": 0.1, **options}))
+
+
+def step(optimizer, factor=1.0):
+    for place, parameter in enumerate(optimizer.parameters.values()):
+        parameter.grad = factor * torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape) * (place + 1)
+    return optimizer.step()
+
+
+def values(optimizer):
+    return {name: parameter.detach().clone() for name, parameter in optimizer.parameters.items()}
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_moments_are_found_by_name_whatever_the_order():
+    """Parameters listed in another order get their own moments back, and the next step is the same."""
+    first = make()
+    step(first)
+    other = AdamW({name: first.parameters[name] for name in ("a", "b")}, AdamWOptions(lr=0.1))
+    other.load({name: value.clone() for name, value in first.moments().items()}, num_steps=1, num_skipped=0)
+    assert same(other.moments(), first.moments())
+    assert other.num_steps == 1
+
+
+def test_an_infinite_gradient_norm_is_skipped_and_counted_even_where_each_gradient_is_finite():
+    """Finite gradients whose norm overflows float32 change nothing; the reason says that the sum overflows."""
+    optimizer = make()
+    step(optimizer)
+    before, moments = values(optimizer), {name: value.clone() for name, value in optimizer.moments().items()}
+    stats = step(optimizer, 1.5e38)
+    assert stats.skipped
+    assert stats.reason is not None
+    assert "overflows" in stats.reason
+    assert same(values(optimizer), before)
+    assert same(optimizer.moments(), moments)
+    assert (optimizer.num_steps, optimizer.num_skipped) == (2, 1)
+    assert all(parameter.grad is None for parameter in optimizer.parameters.values())
+
+
+def test_moments_of_other_parameters_are_refused_and_change_nothing():
+    """A name too many, one too few, another shape: refused by name, the state as it was."""
+    optimizer = make()
+    step(optimizer)
+    before = {name: value.clone() for name, value in optimizer.moments().items()}
+    wrong_shape = {**before, "a.exp_avg": torch.zeros(7)}
+    too_few = {name: value for name, value in before.items() if name != "b.step"}
+    too_many = {**before, "c.step": torch.tensor(1.0)}
+    for moments, name in ((wrong_shape, "a.exp_avg"), (too_few, "b.step"), (too_many, "c.step")):
+        with pytest.raises(CheckpointError, match=rf"{name} must be .* in here"):
+            optimizer.load(moments, num_steps=5, num_skipped=0, source="here")
+    assert same(optimizer.moments(), before)
+    assert optimizer.num_steps == 1
+
+
+def test_options_out_of_range_and_nothing_to_train_are_refused():
+    """Each bad value is named; so is a model whose parameters are all frozen."""
+    for bad in ({"lr": -1.0}, {"lr": float("nan")}, {"grad_clip": 0.0}, {"lr_scheduler_type": "step"}):
+        with pytest.raises(BackendError, match=f"{next(iter(bad))} must be"):
+            make(**bad)
+    with pytest.raises(BackendError, match="must have a parameter to train, got none"):
+        make(names=())
