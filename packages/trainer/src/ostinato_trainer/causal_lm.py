@@ -40,16 +40,17 @@ class CausalLM:
     """Wraps a model in evaluation mode (no dropout, so that old and new log-probabilities are those of one
     function)."""
 
-    def __init__(self, model: Any, *, autocast: torch.dtype | None = None) -> None:
+    def __init__(self, model: Any, *, autocast: torch.dtype | None = None, head: nn.Module | None = None) -> None:
         """
         Args:
             model: A `transformers` causal language model, on its device.
             autocast: Type to compute in where it is not the parameters' own.
+            head: The layer that makes the model's logits of hidden states; by default its output embeddings.
         """
         self.model: nn.Module = model.eval()
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._autocast = autocast
-        self._head: nn.Module | None = model.get_output_embeddings()
+        self._head: nn.Module | None = model.get_output_embeddings() if head is None else head
         self._backbone: nn.Module = model.base_model
         self._chunked = self._head is not None and self._backbone is not model and self._head_is_all()
 
@@ -76,14 +77,10 @@ class CausalLM:
         Returns:
             Vectors [T], 0 without a gradient where not wanted; the second is None where it was not asked for.
         """
-        rows = batch.token_sequence
-        columns = torch.arange(batch.num_tokens, device=rows.device) - batch.cu_seqlens[rows]
         tokens = wanted.nonzero().squeeze(-1)
         with self._precision():
-            states, width = self._states(batch, rows, columns)
-            predicting = (rows[tokens] * width + columns[tokens] - 1).long()
             chosen, spread = chosen_log_probs(
-                states.flatten(0, 1).index_select(0, predicting),
+                self._states_before(batch, tokens),
                 batch.token_ids[tokens],
                 self._logits_of_states,
                 vocab_size=self.vocab_size,
@@ -92,6 +89,12 @@ class CausalLM:
             )
         blank = chosen.new_zeros(batch.num_tokens)
         return blank.index_copy(0, tokens, chosen), None if spread is None else blank.index_copy(0, tokens, spread)
+
+    def logits_before(self, batch: Batch, wanted: Tensor) -> Tensor:
+        """What the head makes of the hidden state before each chosen token, float [S, width of the head]. Arguments as
+        `log_probs`."""
+        with self._precision():
+            return self._logits_of_states(self._states_before(batch, wanted.nonzero().squeeze(-1)))
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Parameters (tied ones once) and persistent buffers by name, in the model's order."""
@@ -123,6 +126,13 @@ class CausalLM:
 
     def _precision(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._autocast is None else torch.autocast(self.device.type, self._autocast)
+
+    def _states_before(self, batch: Batch, tokens: Tensor) -> Tensor:
+        """[S, hidden]: the states from which the tokens at the flat positions `tokens` (int64 [S]) are predicted."""
+        rows = batch.token_sequence
+        columns = torch.arange(batch.num_tokens, device=rows.device) - batch.cu_seqlens[rows]
+        states, width = self._states(batch, rows, columns)
+        return states.flatten(0, 1).index_select(0, rows[tokens] * width + columns[tokens] - 1)
 
     def _states(self, batch: Batch, rows: Tensor, columns: Tensor) -> tuple[Tensor, int]:
         """Hidden states [N, width, hidden] of the padded batch, or its logits where the head cannot be taken apart;
