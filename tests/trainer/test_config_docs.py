@@ -39,7 +39,7 @@ def test_printed_defaults_are_what_an_override_would_write(key: str) -> None:
         ("data.apply_chat_template_kwargs", "mapping"),
         ("data.max_prompt_length", "int >= 1"),
         ("trainer.total_training_steps", "int >= 1 | null"),
-        ("trainer.logger", "list of (console | jsonl | mlflow)"),
+        ("trainer.logger", "list of (console | jsonl | tensorboard | mlflow | wandb | trackio)"),
         ("actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode", "strict | ignore_strippable | disable"),
     ],
 )

@@ -70,8 +70,8 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Machines of the run."""
     n_gpus_per_node: Annotated[int, Meta(ge=1)] = 1
     """Devices on each machine."""
-    logger: tuple[Literal["console", "jsonl", "mlflow"], ...] = ("console", "jsonl")
-    """Where metrics go: console, jsonl (metrics.jsonl in default_local_dir), mlflow."""
+    logger: tuple[Literal["console", "jsonl", "tensorboard", "mlflow", "wandb", "trackio"], ...] = ("console", "jsonl")
+    """Where metrics go: console, jsonl (metrics.jsonl in default_local_dir), tensorboard, mlflow, wandb, trackio; any at once."""
     project_name: str = "ostinato"
     """Name of the project in loggers and paths."""
     experiment_name: str = "default"

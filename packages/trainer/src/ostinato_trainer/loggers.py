@@ -1,4 +1,4 @@
-"""Where metrics go: the console, `metrics.jsonl`, MLflow; one line a step.
+"""Where metrics go: the console and `metrics.jsonl` at once, TensorBoard, MLflow, wandb and Trackio by threads of their own.
 
 Metrics are for people: a logger that fails is reported once and dropped, and the run goes on. Knows no metric by name.
 """
@@ -11,14 +11,18 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 from rich.console import Console
 
 from ostinato_trainer.config import Config
 from ostinato_trainer.errors import LoggerError
+from ostinato_trainer.logger_thread import LoggerThread
+from ostinato_trainer.metrics_logger import MetricsLogger
 
 __all__ = ["METRICS_FILE", "ConsoleLogger", "JsonlLogger", "Loggers", "MetricsLogger"]
 
@@ -34,24 +38,13 @@ _CONSOLE_METRICS: Final = (
     ("timing_s/step", "s"),
 )
 
-
-class MetricsLogger(Protocol):
-    """One place for metrics."""
-
-    name: str
-    """What the configuration calls it."""
-
-    def describe(self, facts: Mapping[str, str]) -> None:
-        """Record what the run is made with, once, before its first step."""
-        ...
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a step."""
-        ...
-
-    def close(self) -> None:
-        """Write out what is pending."""
-        ...
+_IN_THREADS: Final = {
+    "tensorboard": ("ostinato_trainer.tensorboard_logger", "TensorboardLogger", False),
+    "mlflow": ("ostinato_trainer.mlflow_logger", "MlflowLogger", True),
+    "wandb": ("ostinato_trainer.wandb_logger", "WandbLogger", True),
+    "trackio": ("ostinato_trainer.trackio_logger", "TrackioLogger", True),
+}
+"""Module, class, and whether it goes on with a run by its id."""
 
 
 class ConsoleLogger:
@@ -138,18 +131,38 @@ class Loggers:
         self._loggers = list(loggers)
 
     @classmethod
-    def from_config(cls, config: Config, *, console: Console | None = None, resume: bool = False) -> Loggers:
+    def from_config(
+        cls,
+        config: Config,
+        *,
+        console: Console | None = None,
+        resume: bool = False,
+        state: Mapping[str, str] | None = None,
+    ) -> Loggers:
         """The loggers that `trainer.logger` names.
 
         Args:
-            config: the whole configuration; MLflow records it.
+            config: the whole configuration; most loggers record it.
             console: where the console logger prints.
             resume: go on with the metrics file that is there.
+            state: what `state_dict` gave, to go on with the same runs.
 
         Raises:
-            LoggerError: a logger cannot be made, before any training is lost to it.
+            LoggerError: a logger cannot be made, before any training is lost to it; those made before are closed.
         """
-        return cls([_open(name, config, console, resume) for name in config.trainer.logger])
+        made = cls([])
+        try:
+            for name in config.trainer.logger:
+                made._loggers.append(_open(name, config, console, resume, (state or {}).get(name)))
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def state_dict(self) -> dict[str, str]:
+        """By logger, the id of its run, for those that have one."""
+        ids = {each.name: getattr(each, "run_id", None) for each in self._loggers}
+        return {name: run_id for name, run_id in ids.items() if run_id is not None}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -184,7 +197,7 @@ class Loggers:
                 logger.exception("the logger %s failed while closing", each.name)
 
 
-def _open(name: str, config: Config, console: Console | None, resume: bool) -> MetricsLogger:
+def _open(name: str, config: Config, console: Console | None, resume: bool, run_id: str | None) -> MetricsLogger:
     if name == "console":
         return ConsoleLogger(console)
     if name == "jsonl":
@@ -196,20 +209,18 @@ def _open(name: str, config: Config, console: Console | None, resume: bool) -> M
                 f"{path} must be a file that can be written: {error.strerror or error}; "
                 "set trainer.default_local_dir to another folder"
             ) from error
-    if name == "mlflow":
-        return _open_mlflow(config)
-    raise LoggerError(f"trainer.logger must name console, jsonl or mlflow, got {name!r}; write one of these")
-
-
-def _open_mlflow(config: Config) -> MetricsLogger:
+    if name not in _IN_THREADS:
+        known = ", ".join(("console", "jsonl", *_IN_THREADS))
+        raise LoggerError(f"trainer.logger must name loggers of {known}, got {name!r}; write one of these")
+    module_name, class_name, has_run_id = _IN_THREADS[name]
     try:
-        from ostinato_trainer.mlflow_logger import MlflowLogger
+        made: Callable[..., MetricsLogger] = getattr(import_module(module_name), class_name)
     except ImportError as error:
         raise LoggerError(
-            f"the logger mlflow must have the extra mlflow ({error}); run: pip install 'ostinato-trainer[mlflow]', "
-            "or leave mlflow out of trainer.logger"
+            f"the logger {name} must have the extra {name} ({error}); run: pip install 'ostinato-trainer[{name}]', "
+            f"or leave {name} out of trainer.logger"
         ) from None
-    return MlflowLogger(config)
+    return LoggerThread(name, partial(made, config, run_id=run_id) if has_run_id else partial(made, config))
 
 
 def _free_name(path: Path) -> Path:

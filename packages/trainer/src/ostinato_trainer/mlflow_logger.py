@@ -31,6 +31,7 @@ class MlflowLogger:
 
     Args:
         config: every key is recorded as a parameter.
+        run_id: of the run to go on with; None begins one.
 
     Raises:
         LoggerError: the tracking server cannot be reached or refuses.
@@ -38,18 +39,20 @@ class MlflowLogger:
 
     name = "mlflow"
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, run_id: str | None = None) -> None:
         try:
             _, experiment_id = open_experiment(resolved_uri(None), config.trainer.project_name)
             mlflow.set_experiment(experiment_id=experiment_id)
-            self._run = mlflow.start_run(run_name=config.trainer.experiment_name)
+            self._run = mlflow.start_run(run_id=run_id, run_name=config.trainer.experiment_name)
             values = flat_values(config)
-            mlflow.log_params({row.key: str(values[row.key])[:_MAX_PARAM_CHARS] for row in config_rows()})
+            if run_id is None:  # a parameter is written once
+                mlflow.log_params({row.key: str(values[row.key])[:_MAX_PARAM_CHARS] for row in config_rows()})
         except Exception as error:
             raise LoggerError(
                 f"the logger mlflow must reach its tracking server, got {type(error).__name__}: {error}; "
                 "check MLFLOW_TRACKING_URI, or leave mlflow out of trainer.logger"
             ) from error
+        self.run_id = str(self._run.info.run_id)
 
     def describe(self, facts: Mapping[str, str]) -> None:
         """Record the facts as tags of the run."""

@@ -1,0 +1,115 @@
+"""TensorBoard, wandb and Trackio record a run for real, without a network, and go on with it."""
+
+import json
+import math
+import sqlite3
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ostinato_trainer.config import Config, TrainerConfig
+from ostinato_trainer.errors import LoggerError
+from ostinato_trainer.loggers import Loggers
+
+METRICS = {"critic/score/mean": 0.5, "actor/pg_loss": math.nan, "val-core/s/acc/mean@8": 1.0}
+
+
+def config_for(folder: Path, *loggers: str) -> Config:
+    """A run whose files are all below a folder."""
+    trainer = TrainerConfig(logger=loggers, project_name="p", experiment_name="e", default_local_dir=str(folder))  # pyright: ignore[reportArgumentType]
+    return Config(trainer=trainer)
+
+
+def record(config: Config, steps: tuple[int, ...], state: dict[str, str] | None = None) -> dict[str, str]:
+    """Record some steps; returns the ids of the runs."""
+    log = Loggers.from_config(config, state=state)
+    log.describe({"versions/trainer": "torch 9"})
+    for step in steps:
+        log.log(step, METRICS)
+    ids = log.state_dict()
+    log.close()
+    assert log.names == config.trainer.logger
+    return ids
+
+
+@pytest.fixture
+def wandb_mode(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Sets wandb's mode, which it reads once for a process, and ends its service."""
+    wandb = pytest.importorskip("wandb")
+
+    def set_mode(mode: str) -> None:
+        wandb.teardown()
+        monkeypatch.setenv("WANDB_MODE", mode)
+
+    yield set_mode
+    wandb.teardown()
+
+
+def test_tensorboard_has_the_curve_and_the_configuration(tmp_path: Path) -> None:
+    """Event files hold every metric by step and the configuration as text; resuming adds to them."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = config_for(tmp_path, "tensorboard")
+    record(config, (1, 2))
+    record(config, (3,))
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "e"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("critic/score/mean")] == [
+        (1, 0.5),
+        (2, 0.5),
+        (3, 0.5),
+    ]
+    assert "val-core/s/acc/mean@8" in events.Tags()["scalars"]
+    assert any("config" in tag for tag in events.Tags()["tensors"])
+
+
+def test_wandb_offline_records_and_goes_on_with_its_run(tmp_path: Path, wandb_mode: Callable[[str], None]) -> None:
+    """Without a network, wandb writes below the run's folder; with the id of a run it goes on with that one."""
+    wandb_mode("offline")
+    config = config_for(tmp_path, "wandb")
+    ids = record(config, (1, 2))
+    assert record(config, (3,), state=ids) == ids
+    files = sorted((tmp_path / "wandb").glob(f"offline-run-*-{ids['wandb']}/run-*.wandb"))
+    assert files
+    assert all(b"critic/score/mean" in path.read_bytes() for path in files)
+
+
+def test_wandb_without_an_account_is_an_error_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb_mode: Callable[[str], None]
+) -> None:
+    """Where wandb refuses to begin a run, the message names the way out."""
+    wandb_mode("online")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(LoggerError, match="WANDB_MODE=offline"):
+        Loggers.from_config(config_for(tmp_path, "wandb"))
+
+
+def test_trackio_records_and_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trackio's database has every step of the run, before and after it was taken up again."""
+    pytest.importorskip("trackio")
+    from trackio import sqlite_storage, utils
+
+    monkeypatch.setattr(utils, "TRACKIO_DIR", tmp_path)
+    monkeypatch.setattr(sqlite_storage, "TRACKIO_DIR", tmp_path)
+    config = config_for(tmp_path, "trackio")
+    ids = record(config, (1, 2))
+    assert record(config, (3,), state=ids) == ids == {"trackio": "e"}
+    with sqlite3.connect(tmp_path / "p.db") as database:
+        rows = database.execute("SELECT step, metrics FROM metrics WHERE run_name = 'e' ORDER BY id").fetchall()
+    steps = [step for step, metrics in rows if json.loads(metrics).get("critic/score/mean") == 0.5]
+    assert steps == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+def test_a_missing_extra_is_said_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Without its package a logger is an error with the line that installs it, and those made before it are closed."""
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if name == "tensorboard" else name, None)
+    monkeypatch.delitem(sys.modules, f"ostinato_trainer.{name}_logger", raising=False)
+    with pytest.raises(LoggerError, match=rf"pip install 'ostinato-trainer\[{name}\]'"):
+        Loggers.from_config(config_for(tmp_path, "jsonl", name))
