@@ -10,7 +10,7 @@ import pytest
 
 from ostinato_agent_loop import AgentLoopOutput, RewardResult
 from ostinato_tokenization.testing import tiny_chat_tokenizer
-from ostinato_trainer.config_data import CustomRewardConfig, RewardConfig
+from ostinato_trainer.config_reward import CustomRewardConfig, RewardConfig
 from ostinato_trainer.errors import RewardError
 from ostinato_trainer.rewards import RewardManager
 

@@ -11,7 +11,14 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from ostinato_trainer.config_actor import ActorConfig, AlgorithmConfig, ModelConfig, OptimConfig
-from ostinato_trainer.config_data import CustomClassConfig, CustomRewardConfig, DataConfig, RewardConfig
+from ostinato_trainer.config_data import CustomClassConfig, DataConfig
+from ostinato_trainer.config_reward import (
+    CombineConfig,
+    CustomRewardConfig,
+    OverlongBufferConfig,
+    RewardConfig,
+    RewardModelConfig,
+)
 from ostinato_trainer.config_rollout import (
     AgentConfig,
     CustomServerConfig,
@@ -26,6 +33,7 @@ __all__ = [
     "ActorRolloutRefConfig",
     "AgentConfig",
     "AlgorithmConfig",
+    "CombineConfig",
     "Config",
     "CustomClassConfig",
     "CustomRewardConfig",
@@ -35,7 +43,9 @@ __all__ = [
     "ModelConfig",
     "MultiTurnConfig",
     "OptimConfig",
+    "OverlongBufferConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "RolloutConfig",
     "TrainerConfig",
     "ValidationSamplingConfig",

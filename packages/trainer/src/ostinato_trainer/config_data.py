@@ -1,4 +1,4 @@
-"""The nodes `data` and `reward`: where rows come from, how prompts are cut to length, and who scores the answers.
+"""The node `data`: where rows come from and how prompts are cut to length.
 
 Pure data: nothing here opens a file. The docstring below a field is what `ostinato config` prints as its meaning.
 """
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-__all__ = ["CustomClassConfig", "CustomRewardConfig", "DataConfig", "RewardConfig"]
+__all__ = ["CustomClassConfig", "DataConfig"]
 
 
 class CustomClassConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -65,28 +65,6 @@ class DataConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def val_paths(self) -> tuple[str, ...]:
         """`val_files` as a tuple, whichever form was written."""
         return _as_paths(self.val_files)
-
-
-class CustomRewardConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A reward function of the user's own, found by file and name."""
-
-    path: str | None = None
-    """Python file, or dotted module, that holds the function; null chooses a built-in scorer by data_source."""
-    name: str = "compute_score"
-    """Name of the function: `f(data_source, solution_str, ground_truth, extra_info) -> float | dict`, sync or async."""
-    reward_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Further keyword arguments for the function, built-in scorers included."""
-
-
-class RewardConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Scoring of finished trajectories (`reward`)."""
-
-    custom_reward_function: CustomRewardConfig = CustomRewardConfig()
-    """A reward function of your own."""
-    timeout_s: Annotated[float, Meta(gt=0)] = 60.0
-    """Seconds that one score may take; then the trajectory carries a recorded failure, not a zero."""
-    num_workers: Annotated[int, Meta(ge=1)] = 8
-    """Scores computed at the same time."""
 
 
 def _as_paths(files: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from ostinato_agent_loop import AgentLoopOutput, RewardResult
 from ostinato_tokenization import ChatTokenizer
-from ostinato_trainer.config_data import RewardConfig
+from ostinato_trainer.config_reward import RewardConfig
 from ostinato_trainer.custom_code import load_object
 from ostinato_trainer.errors import RewardError
 from ostinato_trainer.scorers import SCORERS, scorer_for
