@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from ostinato_engines import WeightManifest
-from ostinato_engines.device import is_out_of_memory, pick_device
+from ostinato_engines.device import pick_device
 from ostinato_trainer.adamw import AdamW, AdamWOptions
-from ostinato_trainer.backend import EntropyMode, LossFn, MicroBatchOutput, OptimizerStats
+from ostinato_trainer.backend import EntropyMode, LossFn, LossOutput, MicroBatchOutput, OptimizerStats
 from ostinato_trainer.backend_state import BackendState, check_matches, read_state, write_state
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.causal_lm import CausalLM, load_causal_lm
-from ostinato_trainer.errors import BackendError, BatchError
+from ostinato_trainer.errors import BackendError
+from ostinato_trainer.model_passes import accumulate_gradients, check_ids, out_of_memory_named
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -112,31 +113,17 @@ class LocalBackend:
             BatchError: a token id lies outside the vocabulary.
         """
         _check_temperature(temperature)
-        totals: dict[str, Tensor] = {}
-        try:
-            for micro_batch in micro_batches:
-                if micro_batch.num_loss_tokens == 0:
-                    continue
-                self._check_ids(micro_batch)
-                on_device = micro_batch.to(self._device, self._lm.dtype)
-                log_probs, spread = self._lm.log_probs(
-                    on_device, on_device.loss_mask, temperature=temperature, entropy=entropy
-                )
-                loss, metrics = loss_fn(MicroBatchOutput(log_probs, spread), on_device)
-                if not loss.requires_grad:
-                    raise BackendError(
-                        "loss must depend on the log-probabilities, got a constant; do not detach them in the loss"
-                    )
-                loss.backward()
-                _merge(totals, metrics)
-        except BaseException as error:
-            self.optimizer.clear_gradients()
-            if is_out_of_memory(error):
-                raise BackendError(
-                    _out_of_memory("an update", "ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu")
-                ) from error
-            raise
-        return {name: float(value) for name, value in totals.items()}
+
+        def loss_of(micro_batch: Batch) -> LossOutput:
+            check_ids(micro_batch, self._lm.vocab_size)
+            on_device = micro_batch.to(self._device, self._lm.dtype)
+            log_probs, spread = self._lm.log_probs(
+                on_device, on_device.loss_mask, temperature=temperature, entropy=entropy
+            )
+            return loss_fn(MicroBatchOutput(log_probs, spread), on_device)
+
+        keys = "ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu"
+        return accumulate_gradients(micro_batches, loss_of, self.optimizer, keys=keys)
 
     @torch.no_grad()
     def log_probs(
@@ -155,7 +142,7 @@ class LocalBackend:
             BatchError: a token id lies outside the vocabulary.
         """
         _check_temperature(temperature)
-        self._check_ids(batch)
+        check_ids(batch, self._lm.vocab_size)
         model = self._reference if reference else self._lm
         if model is None:
             raise BackendError(
@@ -164,17 +151,13 @@ class LocalBackend:
         wanted = batch.loss_mask.clone() if loss_tokens_only else torch.ones_like(batch.loss_mask)
         wanted[batch.cu_seqlens[:-1]] = False
         result = torch.zeros(batch.num_tokens, dtype=torch.promote_types(self._lm.dtype, torch.float32))
-        try:
+        with out_of_memory_named("log-probabilities", "ppo_max_token_len_per_gpu"):
             for chosen in batch.token_chunks(self.options.max_tokens_per_forward):
                 part, tokens = batch.select(chosen), batch.token_positions(chosen)
                 log_probs, _ = model.log_probs(
                     part.to(self._device), wanted[tokens].to(self._device), temperature=temperature
                 )
                 result[tokens] = log_probs.to(result)
-        except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error):
-                raise BackendError(_out_of_memory("log-probabilities", "ppo_max_token_len_per_gpu")) from error
-            raise
         return result
 
     def values(self, batch: Batch) -> Tensor:
@@ -245,14 +228,6 @@ class LocalBackend:
         """See `TrainingBackend.save_hf`."""
         self._lm.save_hf(Path(directory), tokenizer_source=self._tokenizer_source)
 
-    def _check_ids(self, batch: Batch) -> None:
-        highest = int(batch.token_ids.max())
-        if highest >= self._lm.vocab_size:
-            raise BatchError(
-                f"token ids must be below the model's vocabulary of {self._lm.vocab_size}, got {highest}; "
-                "use the tokenizer that belongs to the model"
-            )
-
 
 def _check_temperature(temperature: float) -> None:
     if not 0 < temperature < math.inf:
@@ -260,22 +235,3 @@ def _check_temperature(temperature: float) -> None:
             f"temperature must be above 0, got {temperature}; "
             "greedy samples cannot be trained on, set rollout.temperature=1"
         )
-
-
-def _merge(totals: dict[str, Tensor], metrics: Mapping[str, float | Tensor]) -> None:
-    """Adds up, or keeps the extreme of names that end in _max or _min; stays on the device, so that nothing waits for
-    it."""
-    for name, value in metrics.items():
-        value = torch.as_tensor(value).detach()
-        if name not in totals:
-            totals[name] = value
-        elif name.endswith("_max"):
-            totals[name] = torch.maximum(totals[name], value)
-        elif name.endswith("_min"):
-            totals[name] = torch.minimum(totals[name], value)
-        else:
-            totals[name] = totals[name] + value
-
-
-def _out_of_memory(what: str, keys: str) -> str:
-    return f"memory must suffice for {what}, but it ran out; lower {keys}, or data.max_response_length"
