@@ -193,6 +193,11 @@ class AgentLoopBase(ABC):
                 " set actor_rollout_ref.rollout.multi_turn.enable=true or choose another agent"
             )
 
+    @classmethod
+    def gives_reward(cls, config: RolloutConfig) -> bool:
+        """Whether the agent's trajectories bring their own score, so that no reward function is asked about its rows."""
+        return False
+
     @abstractmethod
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Run one trajectory and return its segments; most have one.

@@ -101,6 +101,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Folder that it runs in; null: an empty one, removed afterwards."""
     max_segments: int = 16
     """Most conversations of a trajectory: those that its histories do not continue begin a new one."""
+    own_reward: bool = False
+    """The program gives the reward: it posts {"reward": NUMBER}, with "extra" for named values beside it, to
+    OPENAI_BASE_URL/rl/set_reward, once. One that ends without has failed. The run's reward function is not asked."""
 
     def __post_init__(self) -> None:
         _check_at_least(self, 1, "max_segments")

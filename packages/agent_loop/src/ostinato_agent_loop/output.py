@@ -118,7 +118,7 @@ class AgentLoopOutput(msgspec.Struct, kw_only=True):
     metrics: AgentLoopMetrics = msgspec.field(default_factory=AgentLoopMetrics)
     """What the trajectory cost."""
     extra_fields: dict[str, Any] = {}
-    """`turn_scores`, `tool_rewards`, `messages`, and what an agent adds."""
+    """`turn_scores`, `tool_rewards`, `messages`, `reward_extra` (named values beside the agent's own score), and what an agent adds."""
     failure: Failure | None = None
     """Set where the agent itself declares its trajectory failed."""
     group_id: str = ""

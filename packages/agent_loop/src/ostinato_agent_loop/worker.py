@@ -151,11 +151,11 @@ class AgentLoopWorker:
     async def _score(self, trajectory: Trajectory, where: str) -> None:
         """Give the trajectory its reward, or record why there is none."""
         outputs, reward_fn = trajectory.segments, self._reward_fn
-        own = next((output.reward_score for output in outputs if output.reward_score is not None), None)
+        scored = next((output for output in outputs if output.reward_score is not None), None)
         began = time.perf_counter()
         try:
-            if own is not None:
-                trajectory.reward = RewardResult(own)
+            if scored is not None and scored.reward_score is not None:
+                trajectory.reward = RewardResult(scored.reward_score, scored.extra_fields.get("reward_extra", {}))
             elif reward_fn is not None:
                 timeout_s = self._config.reward_timeout_s
                 result = await self._overtime.within(

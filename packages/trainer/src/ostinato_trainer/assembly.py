@@ -80,7 +80,8 @@ async def _run(config: Config, callbacks: Sequence[TrainerCallback]) -> None:
         check_row_names(
             rows, default_agent=config.actor_rollout_ref.rollout.agent.default_agent_loop, registry=tools.registry
         )
-    rewards.check_data_sources(_distinct("data_sources", train_rows, val_rows))
+    if not _all_agents_give_rewards(config, train_rows, val_rows):
+        rewards.check_data_sources(_distinct("data_sources", train_rows, val_rows))
     manager.check_agents(name for name in _distinct("agent_names", train_rows, val_rows) if name is not None)
     loader = PromptLoader(
         train_rows, batch_size=config.data.train_batch_size, shuffle=config.data.shuffle, seed=config.data_seed
@@ -189,6 +190,13 @@ class RunCheckpoints:
         self._backend.save(directory / "actor")
         (directory / "data.json").write_bytes(msgspec.json.encode(self._loader.state_dict()))
         (directory / "config.yaml").write_text(to_yaml(self._config))
+
+
+def _all_agents_give_rewards(config: Config, *datasets: PromptDataset | None) -> bool:
+    """Whether no row needs a scorer, since each has an agent that brings its own score."""
+    rollout = config.actor_rollout_ref.rollout
+    names = _distinct("agent_names", *datasets) or [None]
+    return all(agent_loop_class(name or rollout.agent.default_agent_loop).gives_reward(rollout) for name in names)
 
 
 def _distinct(attribute: str, *datasets: PromptDataset | None) -> list[str | None]:

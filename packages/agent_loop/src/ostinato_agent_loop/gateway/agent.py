@@ -52,12 +52,23 @@ class GatewayAgentLoop(AgentLoopBase):
                 " name the program that it runs"
             )
 
+    @classmethod
+    def gives_reward(cls, config: RolloutConfig) -> bool:
+        """See AgentLoopBase."""
+        return config.agent.gateway.own_reward
+
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """See AgentLoopBase. `extra_fields` holds `program_output` (what the program wrote, or the function returned; None of one
         that failed when it was refused for a limit of the trajectory) and `messages` (the conversation that was answered
         last)."""
-        max_segments = self.context.agent.gateway.max_segments
-        recording = Recording(self.context, row, sampling_params, max_segments=max_segments)
+        gateway = self.context.agent.gateway
+        recording = Recording(
+            self.context,
+            row,
+            sampling_params,
+            max_segments=gateway.max_segments,
+            own_reward=gateway.own_reward,
+        )
         # A copy, since the row is that of other trajectories and of the reward, too.
         seen = copy.deepcopy({name: value for name, value in row.items() if name not in _SECRET})
         async with open_address(recording.app, recording.api_key) as address:

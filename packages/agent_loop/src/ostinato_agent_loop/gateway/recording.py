@@ -14,9 +14,10 @@ import msgspec
 
 from ostinato_agent_loop.base import AgentLoopContext
 from ostinato_agent_loop.errors import AgentProgramError
+from ostinato_agent_loop.gateway.own_reward import PATH, OwnReward
 from ostinato_agent_loop.output import AgentLoopMetrics, AgentLoopOutput, TrajectoryEnd, outputs_from_session
 from ostinato_engines import SamplingParams
-from ostinato_rollout import BudgetExceededError, ChatSession
+from ostinato_rollout import BudgetExceededError, ChatSession, Failure, FailureKind
 from ostinato_rollout.openai_app import (
     Answer,
     ApiError,
@@ -43,22 +44,29 @@ class Recording:
         row: The dataset's row.
         sampling_params: How the run samples.
         max_segments: Most conversations.
+        own_reward: Whether the program is to give the reward.
     """
 
     def __init__(
-        self, context: AgentLoopContext, row: Mapping[str, Any], sampling_params: SamplingParams, *, max_segments: int
+        self,
+        context: AgentLoopContext,
+        row: Mapping[str, Any],
+        sampling_params: SamplingParams,
+        *,
+        max_segments: int,
+        own_reward: bool = False,
     ) -> None:
         self._context, self._row, self._sampling_params = context, row, sampling_params
         self._num_turns = 0
-        self._answered: list[
-            str
-        ] = []  # request ids of conversations, each once, the one that was answered last at the end
+        # Request ids of conversations, each once, the one that was answered last at the end.
+        self._answered: list[str] = []
         self._metrics = AgentLoopMetrics()
         self.end = TrajectoryEnd.PROGRAM_ENDED
         """Why the trajectory ends when the program does: what a request was last refused for, if any."""
         self.engine_error: Exception | None = None
         """Why the last request could not be answered, where that was not the program's fault."""
         self._refusal: Exception | None = None  # the last request's, at a limit of the trajectory
+        self.own_reward = OwnReward(is_wanted=own_reward)
         self.api_key = secrets.token_urlsafe(32)
         self.app = OpenAIApp(
             None,
@@ -73,10 +81,12 @@ class Recording:
             any_model=True,
             open_chat=self._open_chat,
             watch=self._watch,
+            posts={PATH: self.own_reward.take},
         )
 
     async def outputs(self, extra_fields: Mapping[str, Any]) -> list[AgentLoopOutput]:
-        """End the conversations and return them as segments, the one that was answered last at the end.
+        """End the conversations and return them as segments, the one that was answered last at the end, with the reward that the
+        program gave or the failure to give one.
 
         Raises:
             AgentProgramError: Nothing was sampled, and the program is to blame.
@@ -98,13 +108,22 @@ class Recording:
         generations = [chat.metrics.num_generations for chat in chats]
         num_turns = 1 + sum(generations) + sum(count - 1 for count in generations)
         extra = {"turn_scores": [], "tool_rewards": [], **extra_fields, "messages": chats[-1].messages}
-        return [
+        if (given := self.own_reward.result) is not None:
+            extra["reward_extra"] = given.extra
+        outputs = [
             output
             for chat in chats
             for output in outputs_from_session(
                 chat, num_turns=num_turns, stop_reason=self.end, metrics=self._metrics, extra_fields=extra
             )
         ]
+        missing = self.own_reward.missing()
+        for output in outputs:
+            output.reward_score = None if given is None else given.score
+            if missing is not None:
+                where = f"reward of trajectory {self._context.trajectory_id}"
+                output.failure = Failure.from_error(missing, where, kind=FailureKind.REWARD)
+        return outputs
 
     def _open_chat(self, _session: str | None, tools: Sequence[dict]) -> ChatSession:
         number = len(self._context.sessions)

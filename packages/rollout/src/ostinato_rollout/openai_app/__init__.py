@@ -8,7 +8,7 @@ Behind the extra `serve`.
 from ostinato_engines import MissingDependencyError
 
 try:
-    from ostinato_rollout.openai_app.app import OpenAIApp, OpenChat, Proceed, Watch
+    from ostinato_rollout.openai_app.app import OpenAIApp, OpenChat, Proceed, TakePost, Watch
     from ostinato_rollout.openai_app.delivery import error_response
     from ostinato_rollout.openai_app.serving import Served, serving
 except ModuleNotFoundError as error:
@@ -22,7 +22,7 @@ from ostinato_rollout.openai_app.answers import Answer
 from ostinato_rollout.openai_app.conversations import SessionStore
 from ostinato_rollout.openai_app.errors import ApiError, ServeError, UnknownSessionError, as_api_error
 from ostinato_rollout.openai_app.limits import AppLimits
-from ostinato_rollout.openai_app.request import ChatRequest
+from ostinato_rollout.openai_app.request import ChatRequest, decoded, schema_error
 
 __all__ = [
     "Answer",
@@ -35,9 +35,12 @@ __all__ = [
     "ServeError",
     "Served",
     "SessionStore",
+    "TakePost",
     "UnknownSessionError",
     "Watch",
     "as_api_error",
+    "decoded",
     "error_response",
+    "schema_error",
     "serving",
 ]

@@ -11,7 +11,7 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
@@ -30,7 +30,7 @@ from ostinato_rollout.errors import NoReplicaError, SessionInputError
 from ostinato_rollout.openai_app.answers import Answer, chunks, completion
 from ostinato_rollout.openai_app.conversations import SessionStore
 from ostinato_rollout.openai_app.delivery import TurnResponse, error_response, header, json_response, read_body, told
-from ostinato_rollout.openai_app.errors import ApiError, UnknownSessionError
+from ostinato_rollout.openai_app.errors import ApiError, UnknownSessionError, no_model, shutting_down
 from ostinato_rollout.openai_app.limits import AppLimits
 from ostinato_rollout.openai_app.request import ChatRequest, parse_request
 from ostinato_rollout.openai_app.responses import events, parse_responses_request, response
@@ -50,6 +50,8 @@ Proceed = Callable[[ChatRequest], Awaitable[Answer]]
 """Has a request answered."""
 Watch = Callable[[ChatRequest, Proceed], Awaitable[Answer]]
 """Goes around the answer to a request: has it answered as it is, or changed, or refuses it."""
+TakePost = Callable[[bytes], Mapping]
+"""Takes a body of JSON and returns what is answered, as JSON too; or refuses it with an ApiError."""
 
 _SESSION_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
 _HEALTH_TIMEOUT_S = 5.0
@@ -74,6 +76,7 @@ class OpenAIApp:
         open_chat: Makes the ChatSession of a conversation that shows the model these tools, in place of the app.
         watch: Awaited for the answer to each request, with what is asked and what has it answered; it may ask for something
             else in its place, refuse it with an ApiError, and sees what came of it.
+        posts: Further paths below /v1 that may be posted to, and who takes it.
 
     Raises:
         SessionInputError: The model or the key is empty, the key is no ASCII, there is neither pool nor client, or the
@@ -95,6 +98,7 @@ class OpenAIApp:
         any_model: bool = False,
         open_chat: OpenChat | None = None,
         watch: Watch | None = None,
+        posts: Mapping[str, TakePost] | None = None,
     ) -> None:
         if not model:
             raise SessionInputError("model must be a name, got ''; give the one that clients will send")
@@ -119,7 +123,7 @@ class OpenAIApp:
         self._is_closed = False
         self.sessions = SessionStore(open_chat or self._open_chat, self.limits)
         """Conversations; `take` gives those of a session to whoever trains on them."""
-        self._asgi = self._routes()
+        self._asgi = self._routes(posts or {})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""
@@ -151,7 +155,7 @@ class OpenAIApp:
                 await sweeping
         await self.sessions.close()
 
-    def _routes(self) -> Starlette:
+    def _routes(self, posts: Mapping[str, TakePost]) -> Starlette:
         def routes(prefix: str) -> list[Route]:
             return [
                 Route(f"{prefix}/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
@@ -166,6 +170,10 @@ class OpenAIApp:
                 Route("/sessions/{session}", self._guarded(self._end_session), methods=["DELETE"]),
                 *routes("/sessions/{session}"),
                 *routes(""),
+                *(
+                    Route(f"/v1{path}", self._guarded(partial(self._post, take)), methods=["POST"])
+                    for path, take in posts.items()
+                ),
             ],
             exception_handlers={HTTPException: _no_route},
             lifespan=self._lifespan,
@@ -237,6 +245,9 @@ class OpenAIApp:
             limits=self.limits,
         )
 
+    async def _post(self, take: TakePost, request: Request) -> Response:
+        return json_response(take(await read_body(request, self.limits)))
+
     def _session(self, request: Request) -> str | None:
         name = _session_name(request)
         if self._only_session is None:
@@ -251,7 +262,7 @@ class OpenAIApp:
 
     def _check_served(self, chat: ChatRequest) -> None:
         if not self._any_model and chat.model is not None and chat.model != self.model:
-            raise _no_model(chat.model, self.model)
+            raise no_model(chat.model, self.model)
         if chat.tools and self._parser is None:
             raise ApiError(
                 "tools must be left out, got some; this server was started without a format of calls", param="tools"
@@ -259,7 +270,7 @@ class OpenAIApp:
 
     async def _answer(self, chat: ChatRequest, session: str | None) -> Answer:
         if self._is_closed:
-            raise _shutting_down()
+            raise shutting_down()
         if self._num_in_flight and self._num_in_flight + chat.n > self.limits.max_in_flight:
             raise ApiError(
                 f"answers must be at most {self.limits.max_in_flight} at a time, got {chat.n} more; wait and try again",
@@ -275,7 +286,7 @@ class OpenAIApp:
             return await (proceed(chat) if self._watch is None else self._watch(chat, proceed))
         except asyncio.CancelledError:
             if self._is_closed:
-                raise _shutting_down() from None
+                raise shutting_down() from None
             raise
         finally:
             self._num_in_flight -= chat.n
@@ -317,7 +328,7 @@ class OpenAIApp:
 
     async def _one_model(self, request: Request) -> Response:
         if request.path_params["model"] != self.model:
-            raise _no_model(request.path_params["model"], self.model)
+            raise no_model(request.path_params["model"], self.model)
         return json_response(self._model())
 
     def _model(self) -> dict:
@@ -369,21 +380,6 @@ def _session_name(request: Request) -> str | None:
             param="X-Session-ID",
         )
     return name
-
-
-def _shutting_down() -> ApiError:
-    return ApiError(
-        "the server must be up, got a request while it shuts down; try again later", status=503, code="shutting_down"
-    )
-
-
-def _no_model(name: str, served: str) -> ApiError:
-    return ApiError(
-        f"model must be {served!r}, which is served here, got {name!r:.120}; send that name",
-        status=404,
-        param="model",
-        code="model_not_found",
-    )
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

@@ -76,3 +76,20 @@ def as_api_error(error: BaseException) -> ApiError | None:
     if isinstance(error, NoReplicaError | EngineNotReadyError | EngineClosedError):
         return ApiError(str(error), status=503, code="engine_unavailable")
     return ApiError(str(error), status=502, code="engine_error") if isinstance(error, ReplicaError) else None
+
+
+def shutting_down() -> ApiError:
+    """Return what a request hears while the app is closed."""
+    return ApiError(
+        "the server must be up, got a request while it shuts down; try again later", status=503, code="shutting_down"
+    )
+
+
+def no_model(name: str, served: str) -> ApiError:
+    """Return what a request for another model than the one that is served hears."""
+    return ApiError(
+        f"model must be {served!r}, which is served here, got {name!r:.120}; send that name",
+        status=404,
+        param="model",
+        code="model_not_found",
+    )

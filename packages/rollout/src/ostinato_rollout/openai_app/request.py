@@ -182,7 +182,7 @@ def decoded(body: bytes) -> dict[str, Any]:
     except msgspec.MsgspecError as error:
         raise ApiError(f"the body must be JSON, got an error: {error}; send an object") from None
     if not isinstance(given, dict):
-        raise ApiError(f"the body must be a JSON object, got {type(given).__name__}; send messages and model")
+        raise ApiError(f"the body must be a JSON object, got {type(given).__name__}; send one")
     return {name: value for name, value in given.items() if value is not None}
 
 
