@@ -40,17 +40,16 @@ class CausalLM:
     """Wraps a model in evaluation mode (no dropout, so that old and new log-probabilities are those of one
     function)."""
 
-    def __init__(self, model: Any, *, autocast: torch.dtype | None = None, head: nn.Module | None = None) -> None:
+    def __init__(self, model: Any, *, autocast: torch.dtype | None = None) -> None:
         """
         Args:
             model: A `transformers` causal language model, on its device.
             autocast: Type to compute in where it is not the parameters' own.
-            head: The layer that makes the model's logits of hidden states; by default its output embeddings.
         """
         self.model: nn.Module = model.eval()
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._autocast = autocast
-        self._head: nn.Module | None = model.get_output_embeddings() if head is None else head
+        self._head: nn.Module | None = model.get_output_embeddings()
         self._backbone: nn.Module = model.base_model
         self._chunked = self._head is not None and self._backbone is not model and self._head_is_all()
 
@@ -90,11 +89,18 @@ class CausalLM:
         blank = chosen.new_zeros(batch.num_tokens)
         return blank.index_copy(0, tokens, chosen), None if spread is None else blank.index_copy(0, tokens, spread)
 
-    def logits_before(self, batch: Batch, wanted: Tensor) -> Tensor:
-        """What the head makes of the hidden state before each chosen token, float [S, width of the head]. Arguments as
-        `log_probs`."""
+    def states_before(self, batch: Batch, wanted: Tensor) -> Tensor:
+        """The hidden states that the chosen tokens are predicted from, [S, hidden]. Arguments as `log_probs`.
+
+        Raises:
+            BackendError: the model does not expose them.
+        """
+        if not self._chunked:
+            raise BackendError(
+                f"the model must expose its hidden states, got {type(self.model).__name__}, which does not; use another"
+            )
         with self._precision():
-            return self._logits_of_states(self._states_before(batch, wanted.nonzero().squeeze(-1)))
+            return self._states_before(batch, wanted.nonzero().squeeze(-1))
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Parameters (tied ones once) and persistent buffers by name, in the model's order."""
@@ -178,8 +184,10 @@ class CausalLM:
         return alike
 
 
-def load_causal_lm(path: str | Path, *, dtype: torch.dtype, device: torch.device) -> Any:
-    """A `transformers` causal language model from a folder or a hub id.
+def load_causal_lm(
+    path: str | Path, *, dtype: torch.dtype, device: torch.device, key: str = "actor_rollout_ref.model.path"
+) -> Any:
+    """A `transformers` causal language model from a folder or a hub id; `key` is what messages say to change.
 
     Raises:
         BackendError: there is no such folder, or it holds no model that `transformers` can load.
@@ -195,8 +203,7 @@ def load_causal_lm(path: str | Path, *, dtype: torch.dtype, device: torch.device
             "no such folder" if not folder.exists() else "a folder without config.json" if folder.is_dir() else "a file"
         )
         raise BackendError(
-            f"model path must be a Hugging Face model folder or a hub id, got {str(path)!r} ({found}); "
-            "fix actor_rollout_ref.model.path"
+            f"model path must be a Hugging Face model folder or a hub id, got {str(path)!r} ({found}); fix {key}"
         )
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(str(folder) if looks_local else str(path), dtype=dtype)
@@ -205,7 +212,6 @@ def load_causal_lm(path: str | Path, *, dtype: torch.dtype, device: torch.device
     ) as error:  # transformers, huggingface_hub and safetensors each raise their own: here they become one message
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise BackendError(
-            f"model path must hold a causal language model, got {str(path)!r}: {reason}; "
-            "check actor_rollout_ref.model.path"
+            f"model path must hold a causal language model, got {str(path)!r}: {reason}; check {key}"
         ) from error
     return model.to(device)

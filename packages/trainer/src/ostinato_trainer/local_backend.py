@@ -47,6 +47,16 @@ class LocalBackendOptions(AdamWOptions, frozen=True, forbid_unknown_fields=True,
             raise BackendError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}; float32 is safe")
         super().check()
 
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """What the model computes in where that is not its parameters' type."""
+        return torch.bfloat16 if self.dtype == "bfloat16" else None
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """What weights and moments are kept in."""
+        return torch.float32 if self.autocast else _DTYPES[self.dtype]
+
 
 class LocalBackend:
     """AdamW on a Hugging Face causal language model; see `TrainingBackend` for the methods' contract."""
@@ -66,9 +76,8 @@ class LocalBackend:
         self.options = options or LocalBackendOptions()
         self.options.check()
         self._device = torch.device(pick_device(self.options.device))
-        wanted = _DTYPES[self.options.dtype]
-        autocast = wanted if wanted is torch.bfloat16 else None
-        model = model.to(self._device, torch.float32 if autocast else wanted)
+        autocast = self.options.autocast
+        model = model.to(self._device, self.options.parameter_dtype)
         self._lm = CausalLM(model, autocast=autocast)
         self._reference: CausalLM | None = None
         if self.options.keep_reference:
@@ -88,9 +97,7 @@ class LocalBackend:
         """
         options = options or LocalBackendOptions()
         options.check()
-        wanted = _DTYPES[options.dtype]
-        dtype = torch.float32 if wanted is torch.bfloat16 else wanted
-        model = load_causal_lm(path, dtype=dtype, device=torch.device(pick_device(options.device)))
+        model = load_causal_lm(path, dtype=options.parameter_dtype, device=torch.device(pick_device(options.device)))
         return cls(model, options, tokenizer_source=path)
 
     @property
