@@ -126,6 +126,24 @@ async def test_a_stream_over_the_rows_of_a_batch_gives_its_trajectories(world, c
     assert [(group.group_id, group.row["index"]) for group in groups] == [(f"train-5-{i}", i) for i in range(4)]
 
 
+async def test_a_greedy_trajectory_goes_beside_each_group(world):
+    """With greedy_baseline each row has one trajectory more, sampled at temperature 0: it is in no batch, and all others are the
+    ones that there are without it."""
+    manager = world.build(lambda request: DONE)
+    async with manager.stream(make_rows(2), n=2, step=3) as stream:
+        alone = await stream.take_batch(2)
+    world.server.requests.clear()
+    async with manager.stream(make_rows(2), n=2, step=3, greedy_baseline=True) as stream:
+        batch = await stream.take_batch(2)
+    assert [seen(one) for one in batch.trajectories] == [seen(one) for one in alone.trajectories]
+    assert {group: one.trajectory_id for group, one in batch.baselines.items()} == {
+        "train-3-0": "train-3-0/2",
+        "train-3-1": "train-3-1/2",
+    }
+    assert sorted(request.params.temperature for request in world.server.requests) == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    assert alone.baselines == {}
+
+
 async def test_a_straggler_holds_no_other_group(world):
     """Groups come while one trajectory of the first row is still under way, and that one in the end."""
     manager = world.build(lambda request: DONE, agent="stream_test_gated")

@@ -191,6 +191,7 @@ class AgentLoopManager:
         options: StreamOptions | None = None,
         keep_group: KeepGroup | None = None,
         state: StreamState[Mapping[str, Any], Trajectory] | None = None,
+        greedy_baseline: bool = False,
     ) -> TrajectoryStream:
         """Return an async iterator of groups of `n` trajectories, one for each row, as they finish.
 
@@ -208,6 +209,7 @@ class AgentLoopManager:
                 pool's policy versions, from that which sampled the oldest token of a group.
             keep_group: Says whether a group is given out: True, False, or why not in a few words.
             state: Where to go on from, as `TrajectoryStream.state` gave it; the rows begin after those that it has drawn.
+            greedy_baseline: Sample one trajectory more of each row, with the most likely token each time: its `baseline`.
 
         Raises:
             AgentConfigError: `n` is not positive, or staleness is bounded and the manager has no pool.
@@ -233,6 +235,7 @@ class AgentLoopManager:
             current_version=None if pool is None else ServedVersion(pool),
             state=state,
             more_metrics=self._tracer_metrics,
+            greedy_baseline=greedy_baseline,
         )
 
     async def close(self) -> None:

@@ -29,12 +29,14 @@ class Trajectory(msgspec.Struct, kw_only=True):
 
 
 class RolloutBatch(msgspec.Struct, frozen=True):
-    """What `generate_sequences` returns."""
+    """What `generate_sequences` and `TrajectoryStream.take_batch` return."""
 
     trajectories: list[Trajectory]
     """`n` for each row, in the order of the rows."""
     metrics: dict[str, float]
     """One flat mapping under the field's metric names; durations in seconds."""
+    baselines: dict[str, Trajectory] = {}
+    """By group id: the greedy trajectory of each group, where the stream samples one."""
 
     def __repr__(self) -> str:
         failed = sum(trajectory.failure is not None for trajectory in self.trajectories)

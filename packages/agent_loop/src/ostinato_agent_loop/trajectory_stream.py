@@ -40,6 +40,8 @@ class TrajectoryGroup(msgspec.Struct, frozen=True):
     """By number; a failure is in its trajectory."""
     oldest_version: int | None
     """Of the policies that sampled a part of them; None where it is not known."""
+    baseline: Trajectory | None = None
+    """The greedy trajectory, where the stream samples one for each row; it may have failed."""
 
 
 KeepGroup = Callable[[TrajectoryGroup], bool | str | Awaitable[bool | str]]
@@ -65,9 +67,12 @@ class TrajectoryStream:
         current_version: Callable[[], int] | None,
         state: StreamState[Row, Trajectory] | None,
         more_metrics: Callable[[], dict[str, float]],
+        greedy_baseline: bool = False,
     ) -> None:
         self._tasks, self._team, self._wakefulness = tasks, team, wakefulness
         self._sampling_params, self._more_metrics = sampling_params, more_metrics
+        self._greedy_params = msgspec.structs.replace(sampling_params, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
+        self._n = n
         self._current_version = current_version
         self._is_awake = self._is_closed = False
         first_index = 0 if state is None else state.num_drawn
@@ -76,7 +81,7 @@ class TrajectoryStream:
         self._groups = RolloutScheduler().stream(
             _checked(rows, tasks, first_index),
             self._run_one,
-            n=n,
+            n=n + greedy_baseline,
             concurrency=team.concurrency,
             item_timeout_s=team.run_timeout_s,
             options=options,
@@ -130,7 +135,8 @@ class TrajectoryStream:
         metrics |= {f"agent_loop/groups/{fate}": count for fate, count in counts.fates.items()}
         metrics["agent_loop/groups/reruns"] = counts.num_reruns
         add_spread(metrics, "agent_loop/staleness", self._staleness(groups))
-        return RolloutBatch(trajectories, metrics)
+        baselines = {group.group_id: group.baseline for group in groups if group.baseline is not None}
+        return RolloutBatch(trajectories, metrics, baselines)
 
     async def aclose(self) -> None:
         """End now, and let the pool sleep; see `GroupStream.aclose`."""
@@ -171,7 +177,7 @@ class TrajectoryStream:
 
     async def _run_one(self, run: Run[Row]) -> Trajectory:
         task = self._tasks.make(run.prompt, run.index, run.number, run.attempt)
-        return await self._team.run(task, self._sampling_params)
+        return await self._team.run(task, self._sampling_params if run.number < self._n else self._greedy_params)
 
     def _group(self, group: Group[Row, Trajectory]) -> TrajectoryGroup:
         trajectories = [
@@ -180,8 +186,14 @@ class TrajectoryStream:
             else result
             for number, result in enumerate(group.results)
         ]
-        group_id = self._tasks.group_id(group.index)
-        return TrajectoryGroup(group.index, group_id, group.prompt, trajectories, group.oldest_version)
+        return TrajectoryGroup(
+            group.index,
+            self._tasks.group_id(group.index),
+            group.prompt,
+            trajectories[: self._n],
+            group.oldest_version,
+            baseline=trajectories[self._n] if len(trajectories) > self._n else None,
+        )
 
 
 class ServedVersion:
