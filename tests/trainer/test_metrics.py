@@ -1,25 +1,14 @@
 """Metrics: their names, and numbers worked out by hand."""
 
-import math
-
 import pytest
 import torch
 
 from ostinato_agent_loop import AgentLoopMetrics, AgentLoopOutput, RewardResult, Trajectory, TrajectoryEnd
 from ostinato_rollout import Failure, FailureKind
 from ostinato_trainer.batch import Batch
-from ostinato_trainer.metrics import (
-    ValidationSample,
-    batch_metrics,
-    log_prob_gap,
-    sample_metrics,
-    spread,
-    step_metrics,
-    timing_metrics,
-    turn_metrics,
-    validation_metrics,
-)
+from ostinato_trainer.metrics import batch_metrics, step_metrics, timing_metrics, tool_metrics, turn_metrics
 from ostinato_trainer.segments import Segment
+from ostinato_trainer.spreads import spread
 
 
 def make_batch():
@@ -55,31 +44,6 @@ def test_batch_metrics_by_hand():
     assert all(type(value) is float for value in metrics.values())
 
 
-def test_the_gap_by_hand():
-    """Differences of probabilities and log-probabilities, and both KL estimates, on compared tokens only."""
-    rollout = torch.tensor([math.log(0.5), math.log(0.2), float("nan"), -7.0])
-    trainer = torch.tensor([math.log(0.4), math.log(0.3), -3.0, float("nan")])
-    metrics = log_prob_gap(rollout, trainer, torch.tensor([True, True, True, False]))
-    d = [math.log(0.4 / 0.5), math.log(0.3 / 0.2)]
-    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(0.1, abs=1e-6)
-    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(0.1, abs=1e-6)
-    assert metrics["training/rollout_log_probs_diff_max"] == pytest.approx(d[1], abs=1e-6)
-    assert metrics["rollout_corr/kl"] == pytest.approx(-(d[0] + d[1]) / 2, abs=1e-6)
-    assert metrics["rollout_corr/k3_kl"] == pytest.approx(sum(math.exp(x) - x - 1 for x in d) / 2, abs=1e-6)
-    assert metrics["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1.0)
-
-
-def test_the_gap_at_the_edges():
-    """Equal policies have no gap; nothing to compare gives no metric; a world apart stays finite."""
-    same = torch.tensor([-1.0, -2.0])
-    mask = torch.ones(2, dtype=torch.bool)
-    assert log_prob_gap(same, same, mask)["rollout_corr/k3_kl"] == 0.0
-    assert log_prob_gap(torch.full((2,), float("nan")), same, mask) == {}
-    assert "training/rollout_actor_probs_pearson_corr" not in log_prob_gap(same[:1], same[:1], mask[:1])
-    apart = log_prob_gap(torch.tensor([-1000.0, -1.0]), torch.tensor([-0.1, -1.0]), mask)
-    assert all(math.isfinite(value) for value in apart.values())
-
-
 def output(end=TrajectoryEnd.NO_TOOL_CALL, turns=2, calls=1):
     return AgentLoopOutput(
         prompt_ids=[1], response_ids=[2], response_mask=[1], num_turns=turns, stop_reason=end,
@@ -107,64 +71,56 @@ def test_step_metrics_count_failures_beside_the_means():
         trajectory("d"),
     ]
     batch = make_batch()
-    metrics = step_metrics(batch.with_columns(old_log_probs=torch.full((11,), -1.0)), trajectories)
+    metrics = step_metrics(batch, trajectories)
     assert metrics["num_turns/mean"] == 5.0
     assert metrics["tool_call_counts/max"] == 5.0
     assert metrics["response_length/clip_ratio"] == 0.5
     assert metrics["training/num_failed_trajectories"] == 2.0
     assert metrics["training/num_trajectories"] == 3.0
-    assert metrics["training/rollout_log_probs_diff_max"] == 1.0
-    assert "training/rollout_log_probs_diff_max" not in step_metrics(batch, [])
     assert turn_metrics([], []) == {}
 
 
 def test_timing():
-    """Phases keep their names; the step's seconds give tokens per second and device."""
-    metrics = timing_metrics({"gen": 1.5, "step": 2.0}, num_tokens=400, num_devices=2)
+    """Phases keep their names and are divided by the tokens they are about; the step's seconds give tokens per second and device."""
+    counts = {"perf/total_num_tokens": 400.0, "training/num_response_tokens": 300.0}
+    metrics = timing_metrics({"gen": 1.5, "update_actor": 0.4, "step": 2.0}, counts, num_devices=2)
     assert metrics == {
         "timing_s/gen": 1.5,
+        "timing_s/update_actor": 0.4,
         "timing_s/step": 2.0,
+        "timing_per_token_ms/gen": 5.0,
+        "timing_per_token_ms/update_actor": 1.0,
         "perf/time_per_step": 2.0,
         "perf/throughput": 100.0,
     }
-    assert timing_metrics({"gen": 1.0}, num_tokens=1) == {"timing_s/gen": 1.0}
+    assert timing_metrics({"gen": 1.0}, {}) == {"timing_s/gen": 1.0}
 
 
-def test_validation_is_the_mean_over_prompts_of_the_mean_over_samples():
-    """Prompts weigh the same however many samples failed; acc is the core value, the score stands beside it."""
-    samples = [
-        ValidationSample("math", "p", {"acc": 1.0, "score": 0.9}),
-        ValidationSample("math", "p", {"acc": 0.0, "score": 0.1}),
-        ValidationSample("math", "q", {"acc": 1.0, "score": 0.9}),
-        ValidationSample("math", "q", {}, failed=True),
-        ValidationSample("code", "r", {"score": 0.3}),
-    ]
-    metrics = sample_metrics(samples)
-    assert metrics["val-core/math/acc/mean@2"] == 0.75
-    assert metrics["val-core/math/acc/best@2"] == 1.0
-    assert metrics["val-core/math/acc/std@2"] == 0.25
-    assert metrics["val-aux/math/score/mean@2"] == pytest.approx(0.7)
-    assert metrics["val-core/code/score/mean@1"] == 0.3
-    assert (metrics["val-aux/math/num_failed"], metrics["val-aux/code/num_failed"]) == (1.0, 0.0)
-    assert sample_metrics([]) == {}
+def test_tools_are_counted_by_call_and_by_failure():
+    """Calls a trajectory, and the share that did not end well; of nothing called there is no share."""
+    assert tool_metrics([{"ok": 3, "timeout": 1}, {}]) == {"tools/call_frequency": 2.0, "tools/failure_frequency": 0.25}
+    assert tool_metrics([{}]) == {"tools/call_frequency": 0.0}
+    assert tool_metrics([]) == {}
 
 
-def test_a_source_of_which_everything_failed_has_no_mean():
-    """No success and no invented zero: only the count of failures."""
-    assert sample_metrics([ValidationSample("x", "p", {}, failed=True)]) == {"val-aux/x/num_failed": 1.0}
+def test_a_penalty_stands_between_score_and_rewards():
+    """With rewards token by token, `critic/rewards` is their sum over a trajectory, `critic/score` what was scored."""
+    batch = make_batch()
+    penalised = batch.with_columns(token_rewards=torch.where(batch.loss_mask, -0.5, 0.0).double())
+    metrics = batch_metrics(penalised, max_prompt_length=2)
+    assert (metrics["critic/score/mean"], metrics["critic/rewards/min"], metrics["critic/rewards/max"]) == (
+        0.5,
+        -1.0,
+        -0.5,
+    )
+    assert metrics["prompt_length/clip_ratio"] == pytest.approx(1 / 3)
 
 
-def test_validation_reads_trajectories():
-    """The row names the source; ragged extras are read where they are numbers; text and NaN are left out."""
-    trajectories = [
-        trajectory("a", group="p", score=1.0, row={"data_source": "s"}, extra={"acc": True, "pred": "7"}),
-        trajectory("b", group="q", score=0.0, row={"data_source": "s"}, extra={"acc": 0, "loss": float("nan")}),
-        trajectory("c", group="r", row={"data_source": "s"}),
-        trajectory("d", group="t", score=0.25),
-    ]
-    metrics = validation_metrics(trajectories)
-    assert metrics["val-core/s/acc/mean@1"] == 0.5
-    assert metrics["val-aux/s/score/mean@1"] == 0.5
-    assert metrics["val-aux/s/num_failed"] == 1.0
-    assert metrics["val-core/unknown/score/mean@1"] == 0.25
-    assert not [name for name in metrics if "pred" in name or "loss" in name]
+def test_responses_without_a_token_are_told_apart():
+    """A trajectory that sampled nothing counts as aborted, and in no length of those that did."""
+    batch = Batch.from_segments(
+        [Segment([1], [2, 3], [1, 1], None, "g", "a", 1.0), Segment([1], [], [], None, "g", "b", 0.0)]
+    )
+    metrics = batch_metrics(batch)
+    assert (metrics["response_length/mean"], metrics["response_length_non_aborted/mean"]) == (1.0, 2.0)
+    assert metrics["response/aborted_ratio"] == 0.5

@@ -119,6 +119,12 @@ def max_memory_allocated(device: "str | torch.device") -> int:
     return int(peak(device)) if peak is not None else 0
 
 
+def max_memory_reserved(device: "str | torch.device") -> int:
+    """The most bytes that torch held on the device, unused ones included; 0 where torch does not count."""
+    peak = getattr(_backend(device_kind(device)), "max_memory_reserved", None)
+    return int(peak(device)) if peak is not None else 0
+
+
 def supports_float64(device: "str | torch.device") -> bool:
     """Whether the device computes in double precision."""
     return device_kind(device) not in ("mps", "npu")

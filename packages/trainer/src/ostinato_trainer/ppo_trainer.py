@@ -11,9 +11,12 @@ from collections.abc import Mapping, Sequence
 from ostinato_trainer.advantages import advantage_estimator
 from ostinato_trainer.config import Config
 from ostinato_trainer.experience import batch_of, prepare_batch
-from ostinato_trainer.metrics import step_metrics, timing_metrics, validation_metrics
+from ostinato_trainer.log_prob_gap import LogProbGapWatch
+from ostinato_trainer.memory_metrics import memory_metrics
+from ostinato_trainer.metrics import step_metrics, timing_metrics
 from ostinato_trainer.policy_update import PolicyUpdate
 from ostinato_trainer.trainer_parts import Stopwatch, TrainerParts
+from ostinato_trainer.validation import validation_metrics
 
 
 class PPOTrainer:
@@ -35,6 +38,7 @@ class PPOTrainer:
         self.step = 0
         advantage_estimator(config.algorithm.adv_estimator)
         self._policy_update = PolicyUpdate(config)
+        self._gap_watch = LogProbGapWatch(config)
 
     async def fit(self) -> None:
         """Run all steps.
@@ -58,8 +62,7 @@ class PPOTrainer:
                 if config.save_freq and (is_last or (config.save_freq > 0 and self.step % config.save_freq == 0)):
                     with clock("save_checkpoint"):
                         parts.checkpoints.save(self.step)
-            num_tokens = int(metrics["perf/total_num_tokens"])
-            self._report(metrics | timing_metrics(clock.seconds, num_tokens=num_tokens))
+            self._report(metrics | timing_metrics(clock.seconds, metrics) | memory_metrics(config.device or "auto"))
 
     async def train_step(self, rows: Sequence[Mapping], clock: Stopwatch) -> dict[str, float]:
         """One step on `rows`: from sampling to the new weights in the engines. Returns its metrics, without timings."""
@@ -77,7 +80,8 @@ class PPOTrainer:
             await self._send_weights()
         return {
             **rollout.metrics,
-            **step_metrics(batch, rollout.trajectories),
+            **step_metrics(batch, rollout.trajectories, max_prompt_length=self.config.data.max_prompt_length),
+            **self._gap_watch.observe(batch, rollout.trajectories, policy_version=self.step - 1),
             **metrics,
             "training/epoch": parts.loader.epoch,
         }

@@ -1,0 +1,170 @@
+"""How far the engine's log-probabilities are from the trainer's, and what the likely cause is.
+
+Where both compute the same policy on the same tokens, every difference is an error: of precision, of sampling parameters, of weights that
+are not the trainer's. It is measured in every step; what looks wrong is said once for each cause.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from torch import Tensor
+
+from ostinato_agent_loop import Trajectory
+from ostinato_trainer.batch import Batch
+from ostinato_trainer.config import Config
+
+__all__ = ["LogProbGapWatch", "fresh_tokens", "log_prob_gap"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_LOG_RATIO: Final = 20.0
+_LARGEST_MEAN: Final = {"float32": 0.005, "bfloat16": 0.05}
+"""Mean of |difference of log-probabilities| up to which rounding explains it, by the type that the trainer computes in. Half precision on
+both sides gives about 0.01 to 0.03; float32 on both sides 1e-5."""
+_ROLLOUT: Final = "actor_rollout_ref.rollout"
+
+
+def log_prob_gap(rollout_log_probs: Tensor, log_probs: Tensor, mask: Tensor) -> dict[str, float]:
+    """The gap on the tokens that the engine sampled.
+
+    Args:
+        rollout_log_probs: float [T], NaN where the engine reported none.
+        log_probs: float [T], the trainer's, of the policy at the start of the step.
+        mask: bool [T].
+
+    Returns:
+        `training/rollout_probs_diff_{mean,max,std}` of |p_rollout - p_trainer|;
+        `training/rollout_log_probs_diff_{mean,max}`; `training/rollout_actor_probs_pearson_corr`, absent where a side
+        is constant; KL(rollout || trainer) estimated by `training/rollout_kl` (k1, may be negative) and
+        `training/rollout_k3_kl`; and `training/rollout_log_probs_missing`, the share of tokens without one. Only the
+        last where no token can be compared, nothing where there is no token.
+    """
+    num_tokens = int(mask.sum())
+    if not num_tokens:
+        return {}
+    known = mask & ~rollout_log_probs.isnan()
+    rollout, trainer = rollout_log_probs[known].double(), log_probs[known].double()
+    metrics = {"training/rollout_log_probs_missing": 1.0 - rollout.numel() / num_tokens}
+    if not rollout.numel():
+        return metrics
+    differences = (rollout.exp() - trainer.exp()).abs()
+    log_ratio = (trainer - rollout).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    metrics |= {
+        "training/rollout_probs_diff_mean": float(differences.mean()),
+        "training/rollout_probs_diff_max": float(differences.max()),
+        "training/rollout_probs_diff_std": float(differences.std(correction=0)),
+        "training/rollout_log_probs_diff_mean": float((rollout - trainer).abs().mean()),
+        "training/rollout_log_probs_diff_max": float((rollout - trainer).abs().max()),
+        "training/rollout_kl": float(-log_ratio.mean()),
+        "training/rollout_k3_kl": float((log_ratio.expm1() - log_ratio).mean()),
+    }
+    centred, other = rollout.exp() - rollout.exp().mean(), trainer.exp() - trainer.exp().mean()
+    scale = float(centred.square().sum().sqrt() * other.square().sum().sqrt())
+    if scale > 0:
+        metrics["training/rollout_actor_probs_pearson_corr"] = float((centred * other).sum()) / scale
+    return metrics
+
+
+def fresh_tokens(batch: Batch, trajectories: Sequence[Trajectory], policy_version: int) -> Tensor:
+    """bool [T]: trained tokens that the engine sampled from the policy of that version, as far as it said; where it said nothing, True.
+
+    Args:
+        batch: Made of the healthy ones of `trajectories`, in their order.
+        trajectories: With the versions of their tokens.
+        policy_version: Of the policy whose log-probabilities the tokens are compared with.
+    """
+    fresh = batch.loss_mask.clone()
+    outputs = [
+        output
+        for trajectory in trajectories
+        if trajectory.failure is None and trajectory.reward is not None
+        for output in trajectory.segments
+    ]
+    starts = batch.cu_seqlens.tolist()
+    for place, output in enumerate(outputs):
+        spans = output.policy_versions
+        first, end = starts[place] + len(output.prompt_ids), starts[place + 1]
+        for number, span in enumerate(spans):
+            if span.version != policy_version:
+                until = first + spans[number + 1].start if number + 1 < len(spans) else end
+                fresh[first + span.start : until] = False
+    return fresh
+
+
+class LogProbGapWatch:
+    """Measures the gap of each step, and warns about what rounding does not explain.
+
+    Args:
+        config: The whole tree; the sampling keys and the trainer's type are evidence.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._sampling = _unlike_the_policy(config)
+        self._dtype = config.actor_rollout_ref.actor.dtype
+        self._said: set[str] = set()
+
+    def observe(self, batch: Batch, trajectories: Sequence[Trajectory], policy_version: int) -> dict[str, float]:
+        """The metrics of `log_prob_gap` over all trained tokens.
+
+        The warning is about the tokens that were sampled from this very policy: others may differ, which
+        `training/off_policy` and the rollout correction speak of.
+
+        Args:
+            batch: With `old_log_probs`; without, there is nothing to compare.
+            trajectories: See `fresh_tokens`.
+            policy_version: Of the policy that `old_log_probs` are of.
+        """
+        if batch.old_log_probs is None:
+            return {}
+        metrics = log_prob_gap(batch.rollout_log_probs, batch.old_log_probs, batch.loss_mask)
+        fresh = fresh_tokens(batch, trajectories, policy_version)
+        gap = log_prob_gap(batch.rollout_log_probs, batch.old_log_probs, fresh)
+        missing = metrics.get("training/rollout_log_probs_missing", 0.0)
+        if missing:
+            self._say(
+                "missing",
+                f"the engine reported no log-probability for {missing:.1%} of the sampled tokens: whether it samples from the trained "
+                "policy cannot be checked there; its capabilities, or `logprobs` of the sampling parameters, say why",
+            )
+        mean = gap.get("training/rollout_log_probs_diff_mean", 0.0)
+        if mean > _LARGEST_MEAN.get(self._dtype, 0.005):
+            self._say(*self._cause(mean, gap.get("training/rollout_log_probs_diff_max", 0.0)))
+        return metrics
+
+    def _cause(self, mean: float, largest: float) -> tuple[str, str]:
+        seen = (
+            f"log-probabilities of engine and trainer differ by {mean:.3g} on average (at most {largest:.3g}) on tokens of the current "
+            "policy, more than rounding explains"
+        )
+        if self._sampling:
+            return "sampling", (
+                f"{seen}; likely cause: {', '.join(self._sampling)} make the engine sample from another distribution than the policy's, "
+                "which the trainer computes; write their neutral values, or set algorithm.rollout_correction.rollout_is"
+            )
+        if mean < 0.1 and self._dtype == "float32":
+            return "precision", (
+                f"{seen}; likely cause: the engine computes in a shorter type than the trainer's float32, or with other kernels; "
+                "let both compute in the same type, or set algorithm.rollout_correction.rollout_is=token"
+            )
+        return "weights", (
+            f"{seen}; likely cause: the engine's weights are not the trainer's (another model, a weight update that did not arrive whole), "
+            "or it applies sampling parameters of its own, such as a generation_config.json beside the model; "
+            "compare the two on one prompt before training on"
+        )
+
+    def _say(self, cause: str, text: str) -> None:
+        if cause not in self._said:
+            self._said.add(cause)
+            logger.warning("%s", text)
+
+
+def _unlike_the_policy(config: Config) -> list[str]:
+    """Sampling keys under which the engine samples from something else than the policy at `temperature`, as written."""
+    rollout = config.actor_rollout_ref.rollout
+    keys = (("top_p", 1.0), ("top_k", -1), ("repetition_penalty", 1.0))
+    return [
+        f"{_ROLLOUT}.{name}={getattr(rollout, name)}" for name, neutral in keys if getattr(rollout, name) != neutral
+    ]
