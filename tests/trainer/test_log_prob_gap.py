@@ -1,0 +1,182 @@
+"""The gap between engine and trainer: its numbers by hand, and a likely cause for what is planted in a real engine."""
+
+import asyncio
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from ostinato_agent_loop import AgentLoopOutput, RewardResult, Trajectory
+from ostinato_engines import PolicySpan, SamplingParams
+from ostinato_engines.transformers_server import TransformersServer
+from ostinato_rollout import Failure, FailureKind
+from ostinato_trainer.batch import Batch
+from ostinato_trainer.config import ActorConfig, ActorRolloutRefConfig, Config, RolloutConfig
+from ostinato_trainer.local_backend import LocalBackend
+from ostinato_trainer.log_prob_gap import LogProbGapWatch, fresh_tokens, log_prob_gap
+from ostinato_trainer.quickstart.tiny_model import save_model, save_tokenizer
+from ostinato_trainer.segments import segments_of
+
+
+def test_the_gap_by_hand():
+    """Differences of probabilities and log-probabilities, and both KL estimates, on compared tokens only."""
+    rollout = torch.tensor([math.log(0.5), math.log(0.2), float("nan"), -7.0])
+    trainer = torch.tensor([math.log(0.4), math.log(0.3), -3.0, float("nan")])
+    metrics = log_prob_gap(rollout, trainer, torch.tensor([True, True, True, False]))
+    d = [math.log(0.4 / 0.5), math.log(0.3 / 0.2)]
+    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(0.1, abs=1e-6)
+    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(0.1, abs=1e-6)
+    assert metrics["training/rollout_log_probs_diff_max"] == pytest.approx(d[1], abs=1e-6)
+    assert metrics["training/rollout_kl"] == pytest.approx(-(d[0] + d[1]) / 2, abs=1e-6)
+    assert metrics["training/rollout_k3_kl"] == pytest.approx(sum(math.exp(x) - x - 1 for x in d) / 2, abs=1e-6)
+    assert metrics["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1.0)
+
+
+def test_the_gap_at_the_edges():
+    """Equal policies have no gap; nothing to compare gives no metric; a world apart stays finite."""
+    same = torch.tensor([-1.0, -2.0])
+    mask = torch.ones(2, dtype=torch.bool)
+    assert log_prob_gap(same, same, mask)["training/rollout_k3_kl"] == 0.0
+    assert log_prob_gap(torch.full((2,), float("nan")), same, mask) == {"training/rollout_log_probs_missing": 1.0}
+    assert "training/rollout_actor_probs_pearson_corr" not in log_prob_gap(same[:1], same[:1], mask[:1])
+    apart = log_prob_gap(torch.tensor([-1000.0, -1.0]), torch.tensor([-0.1, -1.0]), mask)
+    assert all(math.isfinite(value) for value in apart.values())
+
+
+def segment(*versions, prompt=2, failed=False):
+    """A trajectory of one segment of four sampled tokens, with spans of policy versions."""
+    output = AgentLoopOutput(
+        prompt_ids=[1] * prompt,
+        response_ids=[2, 3, 4, 5],
+        response_mask=[1, 1, 1, 1],
+        response_logprobs=[-1.0] * 4,
+        policy_versions=tuple(PolicySpan(start, version) for start, version in versions),
+    )
+    failure = Failure("tool", FailureKind.TOOL, "broke") if failed else None
+    reward = None if failed else RewardResult(0.0, {})
+    return Trajectory(
+        group_id="g", trajectory_id=f"t{prompt}", row={}, segments=[output], reward=reward, failure=failure
+    )
+
+
+def test_fresh_tokens_are_those_of_the_current_policy():
+    """Spans of other versions are left out, a segment without spans counts, a failed trajectory is in no batch."""
+    trajectories = [
+        segment((0, 6), (2, 7), prompt=2),
+        segment(prompt=9, failed=True),
+        segment(prompt=1),
+        segment((0, 7), (3, 8), prompt=3),
+    ]
+    batch = Batch.from_segments(segments_of(trajectories))
+    fresh = fresh_tokens(batch, trajectories, 7)
+    assert fresh.tolist() == [
+        *([False] * 2 + [False, False, True, True]),
+        *([False] + [True] * 4),
+        *([False] * 3 + [True, True, True, False]),
+    ]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    """Two models of one shape and tokenizer."""
+    folders = {}
+    for seed, name in enumerate(("policy", "other")):
+        folder = folders[name] = tmp_path_factory.mktemp(name)
+        save_tokenizer(folder, ["a question and its answer"])
+        save_model(folder, seed=seed)
+    return folders
+
+
+async def sampled_by(folder: Path, params: SamplingParams, *, version: int = 0, **settings) -> list[Trajectory]:
+    """Trajectories of one turn from the embedded engine."""
+    server = TransformersServer(str(folder), max_model_len=128, **settings)
+    await server.start()
+    try:
+        prompts = [[7, 8, 9, 10 + number] for number in range(8)]
+        outputs = await asyncio.gather(
+            *(server.generate(prompt, params, f"r{number}") for number, prompt in enumerate(prompts))
+        )
+    finally:
+        await server.shutdown()
+    return [
+        Trajectory(
+            group_id="g",
+            trajectory_id=f"t{number}",
+            row={},
+            segments=[
+                AgentLoopOutput(
+                    prompt_ids=prompt,
+                    response_ids=output.token_ids,
+                    response_mask=[1] * len(output.token_ids),
+                    response_logprobs=output.logprobs,
+                    policy_versions=(PolicySpan(0, version),),
+                )
+            ],
+            reward=RewardResult(0.0, {}),
+            failure=None,
+        )
+        for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+    ]
+
+
+def configured(dtype="float32", **rollout) -> Config:
+    """A configuration that differs from the default in these keys."""
+    node = ActorRolloutRefConfig(actor=ActorConfig(dtype=dtype), rollout=RolloutConfig(**rollout))
+    return Config(actor_rollout_ref=node)
+
+
+def observed(folder: Path, trajectories: list[Trajectory], config: Config, *, version: int = 0) -> dict[str, float]:
+    """The metrics of a step whose log-probabilities come from a real backend."""
+    batch = Batch.from_segments(segments_of(trajectories))
+    log_probs = LocalBackend.from_pretrained(folder).log_probs(batch, temperature=1.0)
+    watch = LogProbGapWatch(config)
+    metrics = watch.observe(batch.with_columns(old_log_probs=log_probs), trajectories, version)
+    assert watch.observe(batch.with_columns(old_log_probs=log_probs), trajectories, version) == metrics
+    return metrics
+
+
+async def test_an_honest_engine_is_silent(models, caplog):
+    """The same weights, type and sampling have a gap of roundings, and nothing is warned about."""
+    ran = await sampled_by(models["policy"], SamplingParams(max_tokens=16, seed=1))
+    with caplog.at_level(logging.WARNING, logger="ostinato_trainer"):
+        metrics = observed(models["policy"], ran, configured())
+    assert metrics["training/rollout_log_probs_diff_max"] < 1e-4
+    assert metrics["training/rollout_log_probs_missing"] == 0.0
+    assert caplog.text == ""
+
+
+async def test_planted_causes_are_named(models, caplog):
+    """Truncated sampling, another temperature, other weights, a shorter type, missing log-probabilities: each is said once, with its cause."""
+    policy = models["policy"]
+    plain = SamplingParams(max_tokens=16, seed=1)
+    cases = [
+        (await sampled_by(models["other"], plain), configured(), "weights are not the trainer's"),
+        (
+            await sampled_by(policy, SamplingParams(max_tokens=16, seed=1, temperature=0.5)),
+            configured(),
+            "parameters of its own",
+        ),
+        (
+            await sampled_by(policy, SamplingParams(max_tokens=16, seed=1, top_p=0.3)),
+            configured(top_p=0.3),
+            "top_p=0.3",
+        ),
+        (await sampled_by(policy, plain, dtype="bfloat16"), configured(), "shorter type"),
+        (await sampled_by(policy, SamplingParams(max_tokens=16, seed=1, logprobs=False)), configured(), "100.0%"),
+    ]
+    for ran, config, cause in cases:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="ostinato_trainer"):
+            observed(policy, ran, config)
+        assert [cause in record.message for record in caplog.records] == [True], (cause, caplog.text)
+
+
+async def test_tokens_of_an_older_policy_are_measured_and_not_warned_about(models, caplog):
+    """What another version sampled has a gap by right: it is in the metrics, and the warning is about current tokens only."""
+    ran = await sampled_by(models["other"], SamplingParams(max_tokens=16, seed=1), version=3)
+    with caplog.at_level(logging.WARNING, logger="ostinato_trainer"):
+        metrics = observed(models["policy"], ran, configured(), version=4)
+    assert metrics["training/rollout_log_probs_diff_mean"] > 0.1
+    assert caplog.text == ""
