@@ -1,14 +1,16 @@
 """Checkpoints are whole or absent, whatever interrupts them."""
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 
-from ostinato_trainer.checkpoint import LATEST, CheckpointManager, check_complete
+from ostinato_trainer.checkpoint import BEST, LATEST, CheckpointManager, check_complete
 from ostinato_trainer.errors import CheckpointError
 
 
@@ -37,7 +39,7 @@ def test_a_checkpoint_appears_with_its_number(tmp_path):
     assert path == tmp_path / "run" / "global_step_3" == manager.latest()
     assert (tmp_path / "run" / LATEST).read_text().strip() == "3"
     assert names(tmp_path / "run") == ["global_step_3", LATEST]
-    assert check_complete(path) == 3
+    assert check_complete(path).step == 3
 
 
 def test_the_last_k_are_kept(tmp_path):
@@ -128,7 +130,8 @@ def test_missing_permission_is_an_error(tmp_path):
 
 def test_leftovers_of_a_crash_are_removed_and_a_replaced_checkpoint_comes_back(tmp_path):
     """Hidden directories of an earlier life go; a checkpoint that had stepped aside for one that never came is put back."""
-    CheckpointManager(tmp_path).save(1, write_text("one"))
+    with CheckpointManager(tmp_path) as earlier:
+        earlier.save(1, write_text("one"))
     (tmp_path / ".writing-global_step_2-0123abcd").mkdir()
     (tmp_path / ".writing-latest-0123abcd").write_text("2")
     (tmp_path / ".removing-global_step_0-0123abcd").mkdir()
@@ -163,10 +166,9 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
             for _ in range(2 + round_number):
                 assert process.stdout.readline()
             process.send_signal(signal.SIGKILL)
-        manager = CheckpointManager(tmp_path, max_to_keep=2)
-        latest = manager.latest()
-        assert latest is not None
-        assert all(check_complete(tmp_path / f"global_step_{step}") == step for step in manager.steps())
+        with CheckpointManager(tmp_path, max_to_keep=2) as manager:
+            assert manager.latest() is not None
+            assert all(check_complete(tmp_path / f"global_step_{step}").step == step for step in manager.steps())
         assert not [name for name in names(tmp_path) if name.startswith(".")]
 
 
@@ -224,7 +226,7 @@ def check_save_without_room(root, prepare, fill):
     assert "checkpoint of step 2 must be written below" in done.stdout
     assert "MiB are free" in done.stdout
     assert [name for name in names(root) if name != "ballast"] == ["global_step_1", LATEST]
-    assert check_complete(root / "global_step_1") == 1
+    assert check_complete(root / "global_step_1").step == 1
     assert (root / LATEST).read_text().strip() == "1"
 
 
@@ -249,7 +251,82 @@ def test_a_full_disk_is_a_clear_error(tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("damage", ["cut", "missing", "no inventory", "foreign"])
+def test_one_run_owns_a_root(tmp_path):
+    """While a run holds the root another one is refused by name, in this process or another; after `close` it may have it."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, write_text("one"))
+        with pytest.raises(CheckpointError, match=r"must belong to one run, got .*; end that one"):
+            CheckpointManager(tmp_path)
+    CheckpointManager(tmp_path).close()
+    with CheckpointManager(tmp_path / "new") as manager, CheckpointManager(tmp_path / "new") as other:
+        manager.save(1, write_text("one"))
+        with pytest.raises(CheckpointError, match="must belong to one run"):
+            other.save(2, write_text("two"))
+        assert manager.steps() == [1]
+
+
+def test_the_best_is_kept_beside_the_newest(tmp_path):
+    """The highest value of the metric stays whatever its age; of equals the newest; steps without a finite value cannot be it."""
+    manager = CheckpointManager(tmp_path, max_to_keep=1, best_metric="val")
+    assert manager.best() is None
+    seen = []
+    for step, value in enumerate([0.1, 0.7, 0.3, 0.7, math.nan, math.inf, None, 0.2], start=1):
+        manager.save(step, write_text(str(step)), {} if value is None else {"val": value, "other": 9.0})
+        seen.append((manager.steps(), (tmp_path / BEST).read_text().strip()))
+    assert seen == [
+        ([1], "1"),
+        ([2], "2"),
+        ([2, 3], "2"),
+        ([4], "4"),
+        ([4, 5], "4"),
+        ([4, 6], "4"),
+        ([4, 7], "4"),
+        ([4, 8], "4"),
+    ]
+    assert manager.best() == tmp_path / "global_step_4"
+
+
+def test_what_a_run_that_went_back_left_goes_first(tmp_path):
+    """After a run has gone back, its former future is not what is kept of the past."""
+    with CheckpointManager(tmp_path) as manager:
+        for step in (2, 4, 6, 8):
+            manager.save(step, write_text(str(step)))
+    with CheckpointManager(tmp_path, max_to_keep=2) as manager:
+        manager.point_latest(4)
+        assert manager.latest() == tmp_path / "global_step_4"
+        manager.save(5, write_text("five"))
+        assert manager.steps() == [4, 5]
+
+
+def test_an_abandoned_checkpoint_never_appears(tmp_path):
+    """A run that ends while a thread writes leaves nothing of it, though the thread goes on to its end."""
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, write_text("one"))
+    begun, abandoned, errors = threading.Event(), threading.Event(), []
+
+    def write(directory):
+        write_text("two")(directory)
+        begun.set()
+        assert abandoned.wait(30)
+
+    def save():
+        try:
+            manager.save(2, write)
+        except CheckpointError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    assert begun.wait(30)
+    manager.abandon()
+    assert names(tmp_path) == ["global_step_1", LATEST]
+    abandoned.set()
+    thread.join(30)
+    assert names(tmp_path) == ["global_step_1", LATEST]
+    assert len(errors) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "missing", "no inventory", "foreign", "older"])
 def test_damage_is_found_by_name(tmp_path, damage):
     """A file that is cut or gone, or a directory that is no checkpoint, is refused with its path."""
     path = CheckpointManager(tmp_path).save(1, write_text("one"))
@@ -257,12 +334,18 @@ def test_damage_is_found_by_name(tmp_path, damage):
     if damage == "cut":
         weights.write_text("on")
         message = r"weights must have 3 bytes, got 2 bytes; the checkpoint is damaged"
+    elif damage == "changed":
+        weights.write_text("onE")
+        message = r"weights must be as it was written, got another checksum; the checkpoint is damaged"
     elif damage == "missing":
         weights.unlink()
         message = r"weights must have 3 bytes, got no such file"
     elif damage == "no inventory":
         (path / "checkpoint.json").unlink()
         message = "must be a checkpoint"
+    elif damage == "older":
+        (path / "checkpoint.json").write_text('{"step": 1, "files": {"a": 3}, "format": "ostinato-checkpoint-1"}')
+        message = "must be a checkpoint of the format ostinato-checkpoint-2, got ostinato-checkpoint-1"
     else:
         (path / "checkpoint.json").write_text('{"iteration": 1}')
         message = "must be a checkpoint"

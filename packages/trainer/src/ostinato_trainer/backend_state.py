@@ -1,13 +1,14 @@
-"""The files in which a backend keeps its state: two of safetensors and one of JSON, none of which can run code when
+"""The state of a model under training, and its files: two of safetensors and one of JSON, none of which can run code when
 read.
 
-This module writes and reads them and tells a damaged or foreign one by name. Atomic replacement is
+This module copies, writes and reads it and tells a damaged or foreign one by name. Atomic replacement is
 `ostinato_trainer.checkpoint`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ostinato_engines.device import HOST
 from ostinato_trainer.errors import CheckpointError
 
 _WEIGHTS = "weights.safetensors"
@@ -30,6 +32,23 @@ class BackendState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     num_skipped: int
     policy_version: int
     format: str = _FORMAT
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """Weights, moments and counters of a model: those under training, or a copy of them."""
+
+    weights: Mapping[str, Tensor]
+    moments: Mapping[str, Tensor]
+    counters: BackendState
+
+    def copied(self) -> ModelState:
+        """The same in tensors of the host's own, which further steps leave as they are."""
+        return ModelState(_copies(self.weights), _copies(self.moments), self.counters)
+
+    def save(self, directory: str | Path) -> None:
+        """Write it; see `write_state`."""
+        write_state(Path(directory), self.weights, self.moments, self.counters)
 
 
 def write_state(
@@ -91,6 +110,10 @@ def check_matches(directory: str | Path, found: Mapping[str, Tensor], expected: 
 
 def _shape_of(shape: tuple[int, ...] | None) -> str:
     return "absent" if shape is None else f"of shape {list(shape)}"
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to(HOST, copy=True) for name, tensor in tensors.items()}
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -109,11 +110,19 @@ class CausalLM:
         tensors.update({name: buffer for name, buffer in self.model.named_buffers() if name in persistent})
         return tensors
 
-    def save_hf(self, directory: Path, *, tokenizer_source: str | Path | None) -> None:
+    def save_hf(
+        self, directory: Path, *, tokenizer_source: str | Path | None, weights: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Writes the model as `transformers` does, and the tokenizer's files of the folder that it came from,
-        unchanged."""
+        unchanged.
+
+        Args:
+            directory: Made where absent.
+            tokenizer_source: Folder or hub id of the tokenizer's files.
+            weights: Copies of `named_tensors` to write in place of the model's own.
+        """
         directory.mkdir(parents=True, exist_ok=True)
-        self.model.save_pretrained(directory)  # pyright: ignore[reportCallIssue]
+        self.model.save_pretrained(directory, state_dict=None if weights is None else dict(weights))  # pyright: ignore[reportCallIssue]
         if tokenizer_source is None:
             return
         source = Path(tokenizer_source)

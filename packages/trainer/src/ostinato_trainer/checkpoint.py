@@ -3,82 +3,88 @@
 Invariant: at every moment, a kill included, each `global_step_N` below the root is complete, and
 `latest_checkpointed_iteration.txt` names one of them if there is any. A checkpoint is written to a hidden sibling,
 flushed to the disk, and renamed; what a crash leaves behind is hidden, and removed when the root is opened again.
-One run owns a root. The manager does not know what is in a checkpoint.
+One run owns a root, and another one that opens it is refused. The manager does not know what is in a checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
 import shutil
+import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
-import msgspec
 from safetensors import SafetensorError
 
+from ostinato_trainer.checkpoint_inventory import check_complete, flush, read_inventory, seal
 from ostinato_trainer.errors import CheckpointError
+
+__all__ = ["BEST", "LATEST", "CheckpointManager", "check_complete", "check_root", "writing_below"]
 
 _logger = logging.getLogger(__name__)
 
-LATEST = "latest_checkpointed_iteration.txt"
+LATEST: Final = "latest_checkpointed_iteration.txt"
 """Name of the file that holds the number of the newest step, as elsewhere in the field."""
+BEST: Final = "best_checkpointed_iteration.txt"
+"""Name of the file that holds the number of the best step, where there is a metric to tell it by."""
 
-_STEP = re.compile(r"global_step_(0|[1-9][0-9]*)")
-_HIDDEN = re.compile(r"\.(writing|replaced|removing)-(global_step_\d+|latest)-[0-9a-f]{8}")
-_INVENTORY = "checkpoint.json"
-
-
-class Inventory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a complete checkpoint says of itself, in `checkpoint.json`."""
-
-    step: int
-    files: dict[str, int]
-    """Size in bytes by path below the checkpoint; the inventory itself is not in it."""
-    format: str = "ostinato-checkpoint-1"
+_STEP: Final = re.compile(r"global_step_(0|[1-9][0-9]*)")
+_HIDDEN: Final = re.compile(r"\.(writing|replaced|removing)-(global_step_\d+|latest|best)-[0-9a-f]{8}")
 
 
 class CheckpointManager:
-    """Checkpoints of one run below one root."""
+    """Checkpoints of one run below one root. `close` lets another run have the root."""
 
-    def __init__(self, root: str | Path, *, max_to_keep: int | None = None) -> None:
+    def __init__(self, root: str | Path, *, max_to_keep: int | None = None, best_metric: str | None = None) -> None:
         """Opens the root and removes what an earlier crash left behind. The root is made with the first checkpoint.
 
         Args:
             root: `trainer.default_local_dir`.
             max_to_keep: `trainer.max_ckpt_to_keep`: older checkpoints are removed after a newer one is complete; None
                 keeps all.
+            best_metric: `trainer.best_metric`: the checkpoint with the highest value of it is kept beside these.
 
         Raises:
-            CheckpointError: `max_to_keep` is below 1, or the root is no directory or cannot be read.
+            CheckpointError: `max_to_keep` is below 1, or the root is no directory, cannot be read, or is another run's.
         """
         if max_to_keep is not None and max_to_keep < 1:
             raise CheckpointError(f"max_ckpt_to_keep must be at least 1 or null, got {max_to_keep}; null keeps all")
         self.root = Path(root).expanduser()
         self._max_to_keep = max_to_keep
+        self._best_metric = best_metric
+        self._root_descriptor: int | None = None
+        self._publishing = threading.Lock()
+        self._abandoned = False
+        self._unfinished: Path | None = None
         if self.root.exists() and not self.root.is_dir():
             raise CheckpointError(
                 f"default_local_dir must be a directory, got {self.root}, which is a file; choose another"
             )
-        self._recover()
+        if self.root.is_dir():
+            self._own_root()
+            self._recover()
 
-    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+    def save(self, step: int, write: Callable[[Path], None], metrics: Mapping[str, float] | None = None) -> Path:
         """Makes the checkpoint of a step; one of the same step is replaced.
 
         Args:
             step: At least 0.
             write: Fills the empty directory that it is given.
+            metrics: Of the step; they are kept in the inventory.
 
         Returns:
             The directory of the complete checkpoint.
 
         Raises:
-            CheckpointError: it could not be written; the hidden directory is gone and earlier checkpoints are as they
-                were.
+            CheckpointError: it could not be written, or was abandoned; the hidden directory is gone and earlier
+                checkpoints are as they were.
         """
         if step < 0:
             raise CheckpointError(f"step must be at least 0, got {step}; number steps from 1")
@@ -86,18 +92,45 @@ class CheckpointManager:
         hidden = self._hidden("writing", target.name)
         try:
             hidden.mkdir(parents=True)
+            self._own_root()
+            self._unfinished = hidden
             write(hidden)
-            _seal(hidden, step)
-            self._put(hidden, target)
-            self._write_latest(step)
+            seal(hidden, step, metrics or {})
+            with self._publishing:
+                if self._abandoned:
+                    raise CheckpointError("the run was ended before the checkpoint was complete")
+                self._put(hidden, target)
+                self.point_latest(step)
         except Exception as error:  # the boundary to whatever `write` does; every cause becomes one message
             _remove(hidden)
             raise self._failure(step, error) from error
         except BaseException:
             _remove(hidden)
             raise
+        finally:
+            self._unfinished = None
         self._forget_old(step)
         return target
+
+    def abandon(self) -> None:
+        """Let no checkpoint appear any more: one that another thread is writing is removed and ends in an error."""
+        with self._publishing:
+            self._abandoned = True
+            unfinished = self._unfinished
+        if unfinished is not None:
+            _remove(unfinished)
+
+    def close(self) -> None:
+        """Let go of the root."""
+        if self._root_descriptor is not None:
+            os.close(self._root_descriptor)
+            self._root_descriptor = None
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def steps(self) -> list[int]:
         """Steps that have a complete checkpoint, in rising order.
@@ -113,6 +146,10 @@ class CheckpointManager:
             raise CheckpointError(f"{self.root} must be readable, got {error}; fix its permissions") from error
         return sorted(int(match[1]) for match in names if match)
 
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
+        return self.root / f"global_step_{step}"
+
     def latest(self) -> Path | None:
         """The checkpoint that was completed last, or None where there is none.
 
@@ -126,7 +163,50 @@ class CheckpointManager:
             named = int((self.root / LATEST).read_text(encoding="ascii"))
         except (OSError, ValueError):
             named = -1
-        return self.root / f"global_step_{named if named in steps else steps[-1]}"
+        return self.path_of(named if named in steps else steps[-1])
+
+    def best(self) -> Path | None:
+        """The checkpoint with the highest value of `best_metric`, the newest of several; None where none has one.
+
+        Raises:
+            CheckpointError: see `steps`.
+        """
+        if self._best_metric is None:
+            return None
+        scored = [(score, step) for step in self.steps() if (score := self._score(step)) is not None]
+        return self.path_of(max(scored)[1]) if scored else None
+
+    def point_latest(self, step: int) -> None:
+        """Make the checkpoint of a step the one that `latest` gives: it was written, or a run has gone back to it.
+
+        Raises:
+            OSError: the root cannot be written.
+        """
+        self._write_pointer(LATEST, "latest", step)
+
+    def _score(self, step: int) -> float | None:
+        try:
+            return read_inventory(self.path_of(step)).metrics.get(self._best_metric or "")
+        except CheckpointError as error:
+            _logger.warning("A checkpoint cannot be the best: %s", error)
+            return None
+
+    def _own_root(self) -> None:
+        """Holds the root for this run until `close`, or until the process ends in whatever way."""
+        if self._root_descriptor is not None:
+            return
+        descriptor = os.open(self.root, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise CheckpointError(
+                f"default_local_dir must belong to one run, got {self.root}, where another one is at work; "
+                "end that one or choose another folder"
+            ) from error
+        except OSError as error:  # file systems without such locks
+            _logger.info("%s cannot be held against other runs: %s", self.root, error)
+        self._root_descriptor = descriptor
 
     def _hidden(self, purpose: str, name: str) -> Path:
         return self.root / f".{purpose}-{name}-{uuid.uuid4().hex[:8]}"
@@ -143,30 +223,36 @@ class CheckpointManager:
             if aside is not None:
                 aside.rename(target)
             raise
-        _flush(self.root)
+        flush(self.root)
         if aside is not None:
             _remove(aside)
 
-    def _write_latest(self, step: int) -> None:
-        hidden = self._hidden("writing", "latest")
+    def _write_pointer(self, name: str, purpose: str, step: int) -> None:
+        hidden = self._hidden("writing", purpose)
         try:
             with hidden.open("w", encoding="ascii") as file:
                 file.write(f"{step}\n")
                 file.flush()
                 os.fsync(file.fileno())
-            hidden.replace(self.root / LATEST)
+            hidden.replace(self.root / name)
         finally:
             hidden.unlink(missing_ok=True)
-        _flush(self.root)
+        flush(self.root)
 
     def _forget_old(self, newest: int) -> None:
-        """Removes the oldest checkpoints beyond the limit; a failure to do so is logged, for nothing is lost by it."""
-        if self._max_to_keep is None:
-            return
+        """Says which is the best and removes the oldest beyond the limit; a failure is logged, for nothing is lost by it."""
         try:
-            older = [step for step in self.steps() if step != newest]
+            best = self.best()
+            if best is not None:
+                self._write_pointer(BEST, "best", int(best.name.rpartition("_")[2]))
+            if self._max_to_keep is None:
+                return
+            others = [step for step in self.steps() if step != newest]
+            older = sorted(others, key=lambda step: (step < newest, step))  # what a run that went back left goes first
             for step in older[: max(0, len(older) - (self._max_to_keep - 1))]:
-                path = self.root / f"global_step_{step}"
+                path = self.path_of(step)
+                if path == best:
+                    continue
                 doomed = self._hidden("removing", path.name)
                 path.rename(doomed)
                 shutil.rmtree(doomed)
@@ -175,8 +261,6 @@ class CheckpointManager:
 
     def _recover(self) -> None:
         """Removes hidden leftovers; a checkpoint that had stepped aside for one that never came is put back."""
-        if not self.root.is_dir():
-            return
         try:
             leftovers = [(path, match) for path in self.root.iterdir() if (match := _HIDDEN.fullmatch(path.name))]
             for path, match in leftovers:
@@ -237,51 +321,6 @@ def check_root(root: Path) -> None:
             f"trainer.default_local_dir must be a folder that can be written, got {root}, but {folder} {found}; "
             "choose another"
         )
-
-
-def check_complete(directory: str | Path) -> int:
-    """Checks that a checkpoint holds every file that it was sealed with, in its size; returns its step.
-
-    Raises:
-        CheckpointError: it does not exist, is no checkpoint, or a file is missing or has another size; the message
-            names it.
-    """
-    directory = Path(directory)
-    try:
-        inventory = msgspec.json.decode((directory / _INVENTORY).read_bytes(), type=Inventory)
-    except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(
-            f"{directory} must be a checkpoint, got {error}; give a directory global_step_N that a run wrote"
-        ) from error
-    for name, size in inventory.files.items():
-        path = directory / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            got = "no such file" if found is None else f"{found} bytes"
-            raise CheckpointError(
-                f"{path} must have {size} bytes, got {got}; the checkpoint is damaged, resume from another step"
-            )
-    return inventory.step
-
-
-def _seal(directory: Path, step: int) -> None:
-    """Writes the inventory and flushes every file and directory to the disk."""
-    files = {
-        path.relative_to(directory).as_posix(): path.stat().st_size
-        for path in sorted(directory.rglob("*"))
-        if path.is_file()
-    }
-    (directory / _INVENTORY).write_bytes(msgspec.json.encode(Inventory(step=step, files=files)))
-    for path in [*directory.rglob("*"), directory]:
-        _flush(path)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ostinato_engines import WeightManifest
 from ostinato_engines.device import pick_device
 from ostinato_trainer.adamw import AdamW, AdamWOptions
 from ostinato_trainer.backend import EntropyMode, LossFn, LossOutput, MicroBatchOutput, OptimizerStats
-from ostinato_trainer.backend_state import BackendState, check_matches, read_state, write_state
+from ostinato_trainer.backend_state import BackendState, ModelState, check_matches, read_state
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.causal_lm import CausalLM, load_causal_lm
 from ostinato_trainer.errors import BackendError
@@ -209,12 +210,11 @@ class LocalBackend:
         Raises:
             OSError: the directory cannot be written.
         """
-        counters = BackendState(
-            num_steps=self.optimizer.num_steps,
-            num_skipped=self.optimizer.num_skipped,
-            policy_version=self.policy_version,
-        )
-        write_state(Path(directory), self._lm.named_tensors(), self.optimizer.moments(), counters)
+        self._state().save(directory)
+
+    def snapshot(self) -> LocalSnapshot:
+        """The state of now in memory of the host, three times the weights, to be written while training goes on."""
+        return LocalSnapshot(self._state().copied(), self._lm, self._tokenizer_source)
 
     def load(self, directory: str | Path) -> None:
         """See `TrainingBackend.load`. The reference stays the model that the backend was made with.
@@ -234,6 +234,31 @@ class LocalBackend:
     def save_hf(self, directory: str | Path) -> None:
         """See `TrainingBackend.save_hf`."""
         self._lm.save_hf(Path(directory), tokenizer_source=self._tokenizer_source)
+
+    def _state(self) -> ModelState:
+        counters = BackendState(
+            num_steps=self.optimizer.num_steps,
+            num_skipped=self.optimizer.num_skipped,
+            policy_version=self.policy_version,
+        )
+        return ModelState(self._lm.named_tensors(), self.optimizer.moments(), counters)
+
+
+@dataclass(frozen=True)
+class LocalSnapshot:
+    """A `LocalBackend` as it was at one moment; it is saved by the same names, in whatever thread."""
+
+    state: ModelState
+    lm: CausalLM
+    tokenizer_source: str | Path | None
+
+    def save(self, directory: str | Path) -> None:
+        """See `TrainingBackend.save`."""
+        self.state.save(directory)
+
+    def save_hf(self, directory: str | Path) -> None:
+        """See `TrainingBackend.save_hf`."""
+        self.lm.save_hf(Path(directory), tokenizer_source=self.tokenizer_source, weights=self.state.weights)
 
 
 def _check_temperature(temperature: float) -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from ostinato_engines.device import pick_device
 from ostinato_trainer.adamw import AdamW
 from ostinato_trainer.backend import LossOutput, OptimizerStats
-from ostinato_trainer.backend_state import BackendState, check_matches, read_state, write_state
+from ostinato_trainer.backend_state import BackendState, ModelState, check_matches, read_state
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.causal_lm import CausalLM
 from ostinato_trainer.local_backend import LocalBackendOptions
@@ -104,11 +104,11 @@ class LocalCritic:
         Raises:
             OSError: the directory cannot be written.
         """
-        optimizer = self.optimizer
-        counters = BackendState(
-            num_steps=optimizer.num_steps, num_skipped=optimizer.num_skipped, policy_version=self.num_updates
-        )
-        write_state(Path(directory), self._lm.named_tensors(), optimizer.moments(), counters)
+        self._state().save(directory)
+
+    def snapshot(self) -> ModelState:
+        """The state of now in memory of the host, three times the weights, to be written while training goes on."""
+        return self._state().copied()
 
     def load(self, directory: str | Path) -> None:
         """Reads what `save` wrote.
@@ -124,6 +124,13 @@ class LocalCritic:
             for name, tensor in tensors.items():
                 tensor.copy_(weights[name])
         self.num_updates = state.policy_version
+
+    def _state(self) -> ModelState:
+        optimizer = self.optimizer
+        counters = BackendState(
+            num_steps=optimizer.num_steps, num_skipped=optimizer.num_skipped, policy_version=self.num_updates
+        )
+        return ModelState(self._lm.named_tensors(), optimizer.moments(), counters)
 
     @property
     def _dtype(self) -> torch.dtype:
