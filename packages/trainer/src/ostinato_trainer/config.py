@@ -10,7 +10,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from ostinato_trainer.config_actor import ActorConfig, AlgorithmConfig, ModelConfig, OptimConfig
+from ostinato_trainer.config_actor import ActorConfig, ModelConfig, OptimConfig, PolicyLossConfig
+from ostinato_trainer.config_algorithm import AlgorithmConfig, KLControlConfig, RolloutCorrectionConfig
+from ostinato_trainer.config_critic import CriticConfig, CriticModelConfig, CriticOptimConfig
 from ostinato_trainer.config_data import CustomClassConfig, DataConfig
 from ostinato_trainer.config_reward import (
     CombineConfig,
@@ -35,18 +37,24 @@ __all__ = [
     "AlgorithmConfig",
     "CombineConfig",
     "Config",
+    "CriticConfig",
+    "CriticModelConfig",
+    "CriticOptimConfig",
     "CustomClassConfig",
     "CustomRewardConfig",
     "CustomServerConfig",
     "DataConfig",
     "EngineKwargsConfig",
+    "KLControlConfig",
     "ModelConfig",
     "MultiTurnConfig",
     "OptimConfig",
     "OverlongBufferConfig",
+    "PolicyLossConfig",
     "RewardConfig",
     "RewardModelConfig",
     "RolloutConfig",
+    "RolloutCorrectionConfig",
     "TrainerConfig",
     "ValidationSamplingConfig",
 ]
@@ -76,6 +84,8 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Steps between validations; -1 or 0 validates only where val_before_train says so."""
     val_before_train: bool = True
     """Validate before the first step, where `data.val_files` gives rows."""
+    critic_warmup: Annotated[int, Meta(ge=0)] = 0
+    """Steps at the beginning in which only the critic is trained and the policy stays as it is."""
     nnodes: Annotated[int, Meta(ge=1)] = 1
     """Machines of the run."""
     n_gpus_per_node: Annotated[int, Meta(ge=1)] = 1
@@ -108,6 +118,8 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Rows, prompts and batches."""
     actor_rollout_ref: ActorRolloutRefConfig = ActorRolloutRefConfig()
     """The policy, its update and its sampling."""
+    critic: CriticConfig = CriticConfig()
+    """The value model, where the advantage estimator needs one."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """From rewards to advantages."""
     reward: RewardConfig = RewardConfig()

@@ -30,6 +30,13 @@ _MISSING_ESTIMATORS: Final = {
 }
 
 
+_WITHOUT_CRITIC: Final = (
+    *("grpo", "grpo_passk", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    *("remax", "opo", "gpg"),
+)
+"""Estimators of ours that read no values; one of the user's own may."""
+
+
 def problems_text(problems: Collection[str]) -> str:
     """One message out of several, a line each."""
     if len(problems) == 1:
@@ -64,6 +71,21 @@ def consistency_problems(config: Config) -> list[str]:
             f"{_ACTOR}.ppo_max_token_len_per_gpu must hold one whole sequence, data.max_prompt_length + "
             f"data.max_response_length = {longest} tokens, got {actor.ppo_max_token_len_per_gpu}; "
             f"write {_ACTOR}.ppo_max_token_len_per_gpu={longest} or more"
+        )
+    critic = config.critic
+    mini_batch = critic.ppo_mini_batch_size
+    if mini_batch is not None and data.train_batch_size % mini_batch:
+        problems.append(
+            f"data.train_batch_size must be a multiple of critic.ppo_mini_batch_size (both count prompts), got "
+            f"{data.train_batch_size} and {mini_batch}; write critic.ppo_mini_batch_size={data.train_batch_size} or null"
+        )
+    by_tokens = actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
+    budget = critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+    if by_tokens and budget < longest and (critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu) != (None, None):
+        problems.append(
+            f"critic.ppo_max_token_len_per_gpu must hold one whole sequence, data.max_prompt_length + "
+            f"data.max_response_length = {longest} tokens, got {budget}; "
+            f"write critic.ppo_max_token_len_per_gpu={longest} or more"
         )
     custom = data.custom_cls
     if (custom.path is None) != (custom.name is None):
@@ -109,6 +131,16 @@ def unread_keys(config: Config, written: Collection[str]) -> list[str]:
             ("algorithm.norm_adv_by_std_in_grpo",),
         ),
         (not config.data.shuffle, "data.shuffle is false", ("data.seed",)),
+        (
+            config.algorithm.adv_estimator in _WITHOUT_CRITIC,
+            f"algorithm.adv_estimator is {config.algorithm.adv_estimator}, which needs no critic",
+            ("trainer.critic_warmup", *(key for key in written if key.startswith("critic."))),
+        ),
+        (
+            bool(config.critic.use_dynamic_bsz),
+            "critic.use_dynamic_bsz is true",
+            ("critic.ppo_micro_batch_size_per_gpu",),
+        ),
         (
             True,
             f"{_ROLLOUT}.trace.backend is {rollout.trace.backend or 'null'}",

@@ -29,7 +29,7 @@ def unknown_key_message(path: str) -> str:
     if (section := _longest_prefix(path, UNREAD_SECTIONS)) is not None:
         return f"{path} is not a key: {UNREAD_SECTIONS[section]}; remove it"
     if name in RENAMED_NAMES:
-        return f"{path} is not a key; write {RENAMED_NAMES[name]}"
+        return f"{path} is not a key; write {_beside(path, RENAMED_NAMES[name])}"
     if name in UNREAD_NAMES:
         return f"{path} is not read by this version: {UNREAD_NAMES[name]}; remove it"
     known_parent = next(
@@ -69,6 +69,12 @@ def _longest_prefix(path: str, table: Mapping[str, object]) -> str | None:
     parts = path.split(".")
     candidates = (".".join(parts[:cut]) for cut in range(len(parts), 0, -1))
     return next((candidate for candidate in candidates if candidate in table), None)
+
+
+def _beside(path: str, renamed: str) -> str:
+    """The new name of `path`: the critic's own where it stood in `critic` and the actor's has a counterpart there."""
+    of_critic = renamed.replace("actor_rollout_ref.actor.", "critic.")
+    return of_critic if path.startswith("critic.") and of_critic in schema_keys(Config) else renamed
 
 
 def _with_rest(path: str, renamed: str) -> str:

@@ -6,15 +6,19 @@ Protocols, so that each may be replaced by a class of the user's own; `assembly`
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
+
+from torch import Tensor
 
 from ostinato_agent_loop import RolloutBatch
 from ostinato_engines import SamplingParams
 from ostinato_rollout import ServerPool
-from ostinato_trainer.backend import TrainingBackend
+from ostinato_trainer.backend import LossOutput, OptimizerStats, TrainingBackend
+from ostinato_trainer.batch import Batch
 
 
 class PromptStream(Protocol):
@@ -27,6 +31,33 @@ class PromptStream(Protocol):
 
     def next_batch(self) -> list[dict]:
         """The next `data.train_batch_size` rows."""
+        ...
+
+
+class Critic(Protocol):
+    """PPO's value function under training; `LocalCritic`, or a class of the user's own in its place."""
+
+    def values(self, batch: Batch) -> Tensor:
+        """float32 [T] on the CPU: entry t is the value before token t, 0 outside the loss mask. No gradient."""
+        ...
+
+    def forward_backward(
+        self, micro_batches: Sequence[Batch], loss_fn: Callable[[Tensor, Batch], LossOutput]
+    ) -> dict[str, float]:
+        """Accumulates the gradients of the summed losses of values and returns the merged metrics. After an error no gradient is left
+        behind."""
+        ...
+
+    def optimizer_step(self) -> OptimizerStats:
+        """Clips, steps, advances the schedule and clears the gradients; skips where the gradient norm is not finite."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Writes weights, moments and schedule, so that `load` continues exactly here."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Reads what `save` wrote; a damaged or foreign directory is refused and leaves the critic as it was."""
         ...
 
 
@@ -67,6 +98,8 @@ class TrainerParts:
     backend: TrainingBackend
     checkpoints: CheckpointWriter
     callbacks: Sequence[TrainerCallback] = ()
+    critic: Critic | None = None
+    """Where the advantage estimator needs values."""
 
 
 @dataclass

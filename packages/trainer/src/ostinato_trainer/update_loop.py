@@ -1,0 +1,71 @@
+"""What the updates of policy and critic have in common: passes over a batch, its mini-batches, their micro-batches, and the mean of metrics.
+
+A mini-batch gets its loss weights as a whole before it is split, so how it is split cannot matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from ostinato_trainer.aggregation import with_loss_weights
+from ostinato_trainer.backend import OptimizerStats
+from ostinato_trainer.batch import Batch
+
+
+class UpdateSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a batch is gone through."""
+
+    epochs: int
+    """Passes over the batch."""
+    mini_batch_trajectories: int
+    """Trajectories in one optimizer step, at most."""
+    loss_agg_mode: str
+    loss_scale_factor: float
+    """The constant of `seq-mean-token-sum-norm`."""
+    use_dynamic_bsz: bool
+    """Fill micro-batches by tokens instead of by sequences."""
+    max_tokens: int
+    """Of a micro-batch, where it is filled by tokens."""
+    max_sequences: int | None
+    """Of a micro-batch, where it is not; None takes the whole mini-batch."""
+
+
+def run_updates(
+    batch: Batch,
+    settings: UpdateSettings,
+    forward_backward: Callable[[Sequence[Batch]], Mapping[str, float]],
+    optimizer_step: Callable[[], OptimizerStats],
+    *,
+    prefix: str,
+) -> dict[str, float]:
+    """One optimizer step for every mini-batch of every pass.
+
+    Returns:
+        The mean of each metric over the updates that have it, with those of the optimizer under `prefix`.
+    """
+    updates: list[dict[str, float]] = []
+    num_skipped = 0
+    for _ in range(settings.epochs):
+        for mini_batch in batch.mini_batches(settings.mini_batch_trajectories):
+            weighted = with_loss_weights(
+                mini_batch, settings.loss_agg_mode, loss_scale_factor=settings.loss_scale_factor
+            )
+            metrics = forward_backward(_micro_batches(weighted, settings))
+            stats = optimizer_step()
+            num_skipped += stats.skipped
+            updates.append({**metrics, f"{prefix}/grad_norm": stats.grad_norm, f"{prefix}/lr": stats.lr})
+    values: dict[str, list[float]] = {}
+    for update in updates:
+        for name, value in update.items():
+            values.setdefault(name, []).append(value)
+    means = {name: sum(each) / len(each) for name, each in values.items()}
+    return {**means, f"{prefix}/num_skipped_steps": float(num_skipped)}
+
+
+def _micro_batches(mini_batch: Batch, settings: UpdateSettings) -> list[Batch]:
+    """The parts of a mini-batch that go through the model at once."""
+    if settings.use_dynamic_bsz:
+        return mini_batch.split_by_tokens(settings.max_tokens)
+    return mini_batch.split_by_count(settings.max_sequences or mini_batch.num_sequences)
