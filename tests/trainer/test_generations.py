@@ -1,0 +1,66 @@
+"""What was sampled, in files for people."""
+
+import json
+import logging
+
+from ostinato_agent_loop import AgentLoopOutput, RewardResult, Trajectory, TrajectoryEnd
+from ostinato_rollout import Failure, FailureKind
+from ostinato_trainer.generations import GenerationFiles, generation_row, generation_rows
+
+
+def decode(ids):
+    return " ".join(map(str, ids))
+
+
+def trajectory(name, group="g", *, score=None, extra=None, num_segments=1):
+    output = AgentLoopOutput(
+        prompt_ids=[1, 2], response_ids=[3], response_mask=[1], num_turns=2, stop_reason=TrajectoryEnd.STOP
+    )
+    return Trajectory(
+        group_id=group,
+        trajectory_id=name,
+        row={"data_source": "s", "reward_model": {"ground_truth": "7"}},
+        segments=[output] * num_segments,
+        reward=None if score is None else RewardResult(score, extra or {}),
+        failure=Failure("tool calc", FailureKind.TOOL, "broke") if score is None else None,
+    )
+
+
+def test_a_line_has_prompt_answer_score_and_what_the_reward_said(tmp_path):
+    """Every trajectory is one line; a failed one says its failure and has no score, one that never began has no text."""
+    files = GenerationFiles(tmp_path / "rollouts", decode)
+    trajectories = [
+        trajectory("a", score=0.5, extra={"acc": True, "pred": "7", "odd": {1}}),
+        trajectory("b", num_segments=0),
+    ]
+    for _ in range(2):
+        files.write(3, trajectories)
+    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["3.jsonl"]
+    first, second = map(json.loads, (tmp_path / "rollouts" / "3.jsonl").read_text().splitlines())
+    assert first == {
+        "step": 3, "group_id": "g", "trajectory_id": "a", "data_source": "s", "gts": "7", "input": "1 2", "output": "3",
+        "num_turns": 2, "num_segments": 1, "stop_reason": "stop", "score": 0.5, "acc": True, "pred": "7", "odd": [1],
+    }  # fmt: skip
+    assert second["failure"] == "tool in tool calc: broke"
+    assert not {"score", "output"} & set(second)
+
+
+def test_the_reward_cannot_replace_what_is_known():
+    """A value of the reward function under a name of ours does not hide ours."""
+    assert generation_row(trajectory("a", score=0.5, extra={"output": "forged"}), decode)["output"] == "3"
+
+
+def test_samples_for_loggers_are_the_same_prompts_each_time():
+    """The first trajectory of each of the first groups."""
+    ran = [trajectory(f"{group}{number}", group, score=1.0) for group in "abc" for number in range(2)]
+    assert [row["trajectory_id"] for row in generation_rows(ran, decode, 2)] == ["a0", "b0"]
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(tmp_path, caplog):
+    """The run goes on, with one warning."""
+    (tmp_path / "file").write_text("")
+    files = GenerationFiles(tmp_path / "file", decode)
+    with caplog.at_level(logging.WARNING, logger="ostinato_trainer"):
+        for step in (1, 2):
+            files.write(step, [trajectory("a", score=1.0)])
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
