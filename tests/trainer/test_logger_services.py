@@ -28,6 +28,7 @@ def record(config: Config, steps: tuple[int, ...], state: dict[str, str] | None 
     log.describe({"versions/trainer": "torch 9"})
     for step in steps:
         log.log(step, METRICS)
+    log.log_generations(steps[-1], [{"input": "How much?", "output": "Seven", "score": 1.0}])
     ids = log.state_dict()
     log.close()
     assert log.names == config.trainer.logger
@@ -63,7 +64,9 @@ def test_tensorboard_has_the_curve_and_the_configuration(tmp_path: Path) -> None
         (3, 0.5),
     ]
     assert "val-core/s/acc/mean@8" in events.Tags()["scalars"]
-    assert any("config" in tag for tag in events.Tags()["tensors"])
+    texts = events.Tags()["tensors"]
+    assert any("config" in tag for tag in texts)
+    assert any("val_generations/0" in tag for tag in texts)
 
 
 def test_wandb_offline_records_and_goes_on_with_its_run(tmp_path: Path, wandb_mode: Callable[[str], None]) -> None:
@@ -75,6 +78,8 @@ def test_wandb_offline_records_and_goes_on_with_its_run(tmp_path: Path, wandb_mo
     files = sorted((tmp_path / "wandb").glob(f"offline-run-*-{ids['wandb']}/run-*.wandb"))
     assert files
     assert all(b"critic/score/mean" in path.read_bytes() for path in files)
+    tables = sorted((tmp_path / "wandb").glob("offline-run-*/files/media/table/val/*.json"))
+    assert any("Seven" in path.read_text() for path in tables)
 
 
 def test_wandb_without_an_account_is_an_error_before_the_run(

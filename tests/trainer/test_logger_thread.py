@@ -2,7 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,9 @@ class Recorder:
         self.threads.add(threading.current_thread())
         self.steps.append((step, dict(metrics)))
 
+    def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.samples = (step, list(rows))
+
     def close(self) -> None:
         self.num_closed += 1
 
@@ -48,7 +52,9 @@ def test_everything_arrives_in_order_before_close_returns() -> None:
     for step in range(50):
         metrics["x"] = float(step)
         log.log(step, metrics)
+    log.log_generations(7, [{"output": "yes"}])
     log.close()
+    assert inner.samples == (7, [{"output": "yes"}])
     assert inner.steps == [(step, {"x": float(step)}) for step in range(50)]
     assert inner.facts == {"a": "b"}
     assert threading.current_thread() not in inner.threads

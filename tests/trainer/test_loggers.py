@@ -4,8 +4,9 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -85,6 +86,9 @@ class Broken:
         self.steps.append(step)
         if step == 2:
             raise OSError("disk full")
+
+    def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        raise AssertionError("not asked here")
 
     def close(self) -> None:
         raise OSError("gone")

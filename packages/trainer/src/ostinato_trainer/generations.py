@@ -10,15 +10,18 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from ostinato_agent_loop import Trajectory
 
-__all__ = ["GenerationFiles", "generation_row", "generation_rows"]
+__all__ = ["GENERATION_COLUMNS", "GenerationFiles", "generation_row", "generation_rows"]
 
 logger = logging.getLogger(__name__)
+
+GENERATION_COLUMNS: Final = ("input", "output", "gts", "score", "failure")
+"""What a table of samples shows."""
 
 Decode = Callable[[Sequence[int]], str]
 """From token ids to text, control tokens included."""

@@ -11,8 +11,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from ostinato_trainer.errors import LoggerError
 from ostinato_trainer.metrics_logger import MetricsLogger
@@ -77,6 +77,11 @@ class LoggerThread:
         """Put the metrics of a step into the queue."""
         kept = dict(metrics)
         self._put(lambda inner: inner.log(step, kept))
+
+    def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Put samples of a validation into the queue."""
+        kept = [dict(row) for row in rows]
+        self._put(lambda inner: inner.log_generations(step, kept))
 
     def close(self) -> None:
         """Wait, up to the deadline, until everything is written out.

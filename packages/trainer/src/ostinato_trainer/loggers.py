@@ -69,6 +69,13 @@ class ConsoleLogger:
         text = "  ".join(f"{label} {value:.4g}" for label, value in shown)
         self._console.print(f"step {step}  {text}", markup=False, highlight=False, soft_wrap=True)
 
+    def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Print prompt, answer and score of each sample."""
+        for row in rows:
+            for name in ("input", "output", "score", "failure"):
+                if name in row:
+                    self._console.print(f"[step {step}] {name}: {row[name]}", markup=False, highlight=False)
+
     def close(self) -> None:
         """Nothing is pending."""
 
@@ -112,6 +119,9 @@ class JsonlLogger:
             self._file.truncate(size)  # a file of whole lines, whatever ended this one
             raise
         self._facts = {}
+
+    def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Not here: `trainer.validation_data_dir` has them all."""
 
     def close(self) -> None:
         """Close the file."""
@@ -177,6 +187,10 @@ class Loggers:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Give the metrics of a step to every logger that still works."""
         self._tell(f"at step {step}", lambda each: each.log(step, metrics))
+
+    def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Give samples of a validation to every logger that still works."""
+        self._tell(f"at step {step}", lambda each: each.log_generations(step, rows))
 
     def _tell(self, when: str, tell: Callable[[MetricsLogger], None]) -> None:
         for each in tuple(self._loggers):

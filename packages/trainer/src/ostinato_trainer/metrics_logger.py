@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 __all__ = ["MetricsLogger"]
 
@@ -20,6 +20,10 @@ class MetricsLogger(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step."""
+        ...
+
+    def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Record samples of a validation, where texts can be shown; see `ostinato_trainer.generations`."""
         ...
 
     def close(self) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
@@ -62,6 +62,12 @@ class MlflowLogger:
         """Record the metrics of a step; `@` in a name becomes `_at_`, since MLflow does not take it."""
         named = {_NOT_IN_NAMES.sub("_", key.replace("@", "_at_")): float(value) for key, value in metrics.items()}
         mlflow.log_metrics(named, step=step, run_id=self._run.info.run_id)
+
+    def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Record samples as a JSON artifact."""
+        mlflow.log_dict(
+            {"generations": [dict(row) for row in rows]}, f"val_generations/{step}.json", run_id=self.run_id
+        )
 
     def close(self) -> None:
         """End the run."""

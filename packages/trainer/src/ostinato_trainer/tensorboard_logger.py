@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from torch.utils.tensorboard import SummaryWriter
 
 from ostinato_trainer.config import Config
 from ostinato_trainer.config_loading import to_yaml
 from ostinato_trainer.errors import LoggerError
+from ostinato_trainer.generations import GENERATION_COLUMNS
 
 __all__ = ["TENSORBOARD_FOLDER", "TensorboardLogger"]
 
@@ -50,6 +51,12 @@ class TensorboardLogger:
         for name, value in metrics.items():
             self._writer.add_scalar(name, float(value), global_step=step)
         self._writer.flush()
+
+    def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Record each sample as a text."""
+        for number, row in enumerate(rows):
+            parts = [f"**{column}**\n\n```\n{row[column]}\n```" for column in GENERATION_COLUMNS if column in row]
+            self._writer.add_text(f"val_generations/{number}", "\n\n".join(parts), global_step=step)
 
     def close(self) -> None:
         """Close the files."""

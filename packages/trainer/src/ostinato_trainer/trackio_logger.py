@@ -5,13 +5,15 @@ Where runs are kept is Trackio's own affair (`TRACKIO_DIR`, `TRACKIO_SPACE_ID`);
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import trackio  # pyright: ignore[reportMissingImports]  (an extra)
 
 from ostinato_trainer.config import Config
 from ostinato_trainer.config_loading import flat_values
 from ostinato_trainer.errors import LoggerError
+from ostinato_trainer.generations import GENERATION_COLUMNS
 
 __all__ = ["TrackioLogger"]
 
@@ -57,6 +59,16 @@ class TrackioLogger:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step."""
         self._run.log(dict(metrics), step=step)
+
+    def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Record samples as texts."""
+        texts = {
+            f"val_generations/{number}/{column}": str(row[column])
+            for number, row in enumerate(rows)
+            for column in GENERATION_COLUMNS
+            if column in row
+        }
+        self._run.log(texts, step=step)
 
     def close(self) -> None:
         """Finish the run."""

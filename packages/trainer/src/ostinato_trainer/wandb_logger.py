@@ -6,14 +6,16 @@ Where runs go and whether they go there at once is wandb's own affair (`WANDB_MO
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import wandb  # pyright: ignore[reportMissingImports]  (an extra)
 
 from ostinato_trainer.config import Config
 from ostinato_trainer.config_loading import flat_values
 from ostinato_trainer.errors import LoggerError
+from ostinato_trainer.generations import GENERATION_COLUMNS
 
 __all__ = ["WandbLogger"]
 
@@ -60,6 +62,11 @@ class WandbLogger:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step."""
         self._run.log(dict(metrics), step=step)
+
+    def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Record samples as a table."""
+        data: list[Any] = [[str(row.get(column, "")) for column in GENERATION_COLUMNS] for row in rows]
+        self._run.log({"val/generations": wandb.Table(columns=list(GENERATION_COLUMNS), data=data)}, step=step)
 
     def close(self) -> None:
         """Finish the run."""
