@@ -1,8 +1,7 @@
 """`CausalLM`: a Hugging Face causal language model that answers flat batches, and its folder on disk.
 
 Invariant: what it says of a token depends on the tokens before it in its own sequence only, never on how sequences
-are padded or grouped. Sequences are padded on the right to the longest of the micro-batch, with attention mask and
-position ids. It knows no loss and no optimizer.
+are laid out or grouped. The layout is `ostinato_trainer.packing`'s. It knows no loss and no optimizer.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from ostinato_trainer.backend import EntropyMode
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError
+from ostinato_trainer.packing import FlatModel, Layout
 from ostinato_trainer.token_log_probs import chosen_log_probs
 
 _logger = logging.getLogger(__name__)
@@ -41,11 +41,12 @@ class CausalLM:
     """Wraps a model in evaluation mode (no dropout, so that old and new log-probabilities are those of one
     function)."""
 
-    def __init__(self, model: Any, *, autocast: torch.dtype | None = None) -> None:
+    def __init__(self, model: Any, *, autocast: torch.dtype | None = None, remove_padding: bool = True) -> None:
         """
         Args:
             model: A `transformers` causal language model, on its device.
             autocast: Type to compute in where it is not the parameters' own.
+            remove_padding: Pack sequences where the model can; see `FlatModel`.
         """
         self.model: nn.Module = model.eval()
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
@@ -53,10 +54,20 @@ class CausalLM:
         self._head: nn.Module | None = model.get_output_embeddings()
         self._backbone: nn.Module = model.base_model
         self._chunked = self._head is not None and self._backbone is not model and self._head_is_all()
+        self._flat = (
+            FlatModel(self._backbone, remove_padding=remove_padding)
+            if self._chunked
+            else FlatModel(model, output="logits", remove_padding=remove_padding)
+        )
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    @property
+    def layout(self) -> Layout:
+        """How sequences stand in the model's input."""
+        return self._flat.layout
 
     @property
     def dtype(self) -> torch.dtype:
@@ -144,32 +155,7 @@ class CausalLM:
 
     def _states_before(self, batch: Batch, tokens: Tensor) -> Tensor:
         """[S, hidden]: the states from which the tokens at the flat positions `tokens` (int64 [S]) are predicted."""
-        rows = batch.token_sequence
-        columns = torch.arange(batch.num_tokens, device=rows.device) - batch.cu_seqlens[rows]
-        states, width = self._states(batch, rows, columns)
-        return states.flatten(0, 1).index_select(0, rows[tokens] * width + columns[tokens] - 1)
-
-    def _states(self, batch: Batch, rows: Tensor, columns: Tensor) -> tuple[Tensor, int]:
-        """Hidden states [N, width, hidden] of the padded batch, or its logits where the head cannot be taken apart;
-        and the width."""
-        width = int(batch.sequence_lengths.max())
-        input_ids = batch.token_ids.new_zeros(batch.num_sequences, width)
-        input_ids[rows, columns] = batch.token_ids
-        attention_mask = torch.zeros_like(input_ids)
-        attention_mask[rows, columns] = 1
-        position_ids = torch.arange(width, device=rows.device).expand_as(input_ids)
-        if batch.position_ids is not None:
-            position_ids = torch.zeros_like(input_ids)
-            position_ids[rows, columns] = batch.position_ids
-        arguments = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "use_cache": False,
-        }
-        if self._chunked:
-            return self._backbone(**arguments).last_hidden_state, width
-        return self.model(**arguments).logits, width
+        return self._flat(batch).index_select(0, tokens - 1)
 
     def _logits_of_states(self, states: Tensor) -> Tensor:
         return self._head(states) if self._chunked and self._head is not None else states

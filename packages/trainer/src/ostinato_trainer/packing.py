@@ -1,0 +1,315 @@
+"""`FlatModel`: a `transformers` model that takes flat batches and answers a row a token, however its sequences are laid out.
+
+Packed, the sequences of a batch stand one behind the other in a single row, and attention goes over each of them alone; padded, each has a
+row of its own, filled up to the longest. Both give the same numbers. A model is packed where its attention follows the contract of
+flash attention and a probe shows that packed and padded answers agree: a convolution, a recurrent state or an attention of the
+model's own sees its neighbours in a packed row, and such a model is padded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import StrEnum
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ostinato_trainer.batch import Batch
+from ostinato_trainer.errors import BackendError
+from ostinato_trainer.segments import Segment
+
+_logger = logging.getLogger(__name__)
+
+PACKED_ATTENTION: Final = "ostinato_packed"
+"""Name under which `packed_attention` is registered with `transformers`."""
+
+_PROBE_LENGTHS: Final = (5, 2, 7, 1)
+_HARMLESS: Final = frozenset(
+    {
+        "cu_seq_lens_k",
+        "max_length_k",
+        "output_attentions",
+        "output_hidden_states",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+"""What models pass to an attention function beside what `packed_attention` reads and that changes nothing here."""
+
+_packing: ContextVar[bool] = ContextVar("packing", default=False)
+
+
+class Layout(StrEnum):
+    """How sequences stand in the model's input."""
+
+    PACKED = "packed"
+    PADDED = "padded"
+
+
+class FlatModel:
+    """Runs a model over batches that lie on its device."""
+
+    def __init__(self, model: Any, *, output: str = "last_hidden_state", remove_padding: bool = True) -> None:
+        """
+        Args:
+            model: A `transformers` model in evaluation mode, on its device. Where it can be packed, its attention implementation
+                is set to `PACKED_ATTENTION`, which does what `sdpa` does for any other caller.
+            output: Which of its outputs is asked for, [rows, columns, width].
+            remove_padding: Pack where the model can; false pads always.
+        """
+        self._model, self._output = model, output
+        self.layout = Layout.PADDED
+        self.reason = "use_remove_padding is false"
+        """Why the layout is what it is."""
+        if remove_padding:
+            self._pack_if_possible()
+        _logger.info("%s runs %s: %s", type(model).__name__, self.layout, self.reason)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """float [T, width]: a row for each token of the batch, in its order."""
+        return self._packed(batch) if self.layout is Layout.PACKED else self._padded(batch)
+
+    def _packed(self, batch: Batch) -> Tensor:
+        starts = batch.cu_seqlens.to(torch.int32)
+        longest = int(batch.sequence_lengths.max())
+        with _as_packed():
+            outputs = self._model(
+                input_ids=batch.token_ids.unsqueeze(0),
+                position_ids=_positions(batch).unsqueeze(0),
+                use_cache=False,
+                cu_seq_lens_q=starts,
+                cu_seq_lens_k=starts,
+                max_length_q=longest,
+                max_length_k=longest,
+            )
+        return getattr(outputs, self._output).squeeze(0)
+
+    def _padded(self, batch: Batch) -> Tensor:
+        rows = batch.token_sequence
+        columns = _places(batch)
+        input_ids = batch.token_ids.new_zeros(batch.num_sequences, int(batch.sequence_lengths.max()))
+        input_ids[rows, columns] = batch.token_ids
+        attention_mask = torch.zeros_like(input_ids)
+        attention_mask[rows, columns] = 1
+        position_ids = torch.arange(input_ids.shape[1], device=rows.device).repeat(batch.num_sequences, 1)
+        if batch.position_ids is not None:
+            position_ids[rows, columns] = batch.position_ids
+        outputs = self._model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+        )
+        return getattr(outputs, self._output)[rows, columns]
+
+    def _pack_if_possible(self) -> None:
+        """Sets the layout and the reason; leaves the model as it was where it stays padded."""
+        obstacle = _obstacle(self._model)
+        if obstacle is None:
+            before = self._model.config._attn_implementation
+            _register()
+            batch = _probe_batch(self._model)
+            try:
+                with torch.no_grad():
+                    expected = self._padded(batch)
+                    self._model.set_attn_implementation(PACKED_ATTENTION)
+                    obstacle = _difference(expected, self._packed(batch))
+            except (
+                Exception
+            ) as error:  # models are foreign code: whatever keeps one from being packed is the reason why it is padded
+                obstacle = f"its forward pass refuses packed rows ({' '.join(str(error).split())[:200]})"
+            if obstacle is not None:
+                self._model.set_attn_implementation(before)
+        self.reason = "its packed and padded answers agree" if obstacle is None else obstacle
+        self.layout = Layout.PACKED if obstacle is None else Layout.PADDED
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sequence of a packed row, as `transformers` calls an attention function.
+
+    Args:
+        module: The layer that asks.
+        query: float [1, heads, T, width].
+        key: float [1, key-value heads, T, width].
+        value: As `key`.
+        attention_mask: Read only where there are no sequence lengths: then this is `sdpa`.
+        scaling: Of the scores; 1 / sqrt(width) by default.
+        dropout: Must be 0.
+        sliding_window: How many tokens a token sees, itself included; None for all.
+        is_causal: Must not be false.
+        cu_seq_lens_q: int32 [N+1]; sequence n is the tokens from entry n to entry n+1.
+        max_length_q: Longest sequence.
+        others: What else the model says of its attention.
+
+    Returns:
+        float [1, T, heads, width], and no weights.
+
+    Raises:
+        BackendError: the model asks for an attention that this is not.
+    """
+    if cu_seq_lens_q is None or max_length_q is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
+        )
+    _check_kind(module, dropout, is_causal, others)
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and _VARLEN is not None:
+        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window).unsqueeze(0), None
+    return _by_sequence(query, key, value, cu_seq_lens_q, scaling, sliding_window).transpose(1, 2), None
+
+
+def _by_sequence(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scaling: float | None, window: int | None
+) -> Tensor:
+    """[1, heads, T, width]: one call of torch's attention a sequence, so that no mask of T x T exists."""
+    lengths = starts.diff().tolist()
+    parts = []
+    for one_query, one_key, one_value in zip(
+        *(states.split(lengths, dim=2) for states in (query, key, value)), strict=True
+    ):
+        length = one_query.shape[2]
+        band = None if window is None or window >= length else _band(length, window, query.device)
+        parts.append(
+            functional.scaled_dot_product_attention(
+                one_query, one_key, one_value, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=True
+            )
+        )
+    return torch.cat(parts, dim=2)
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None, window: int | None
+) -> Tensor:
+    """[T, heads, width]: torch's flash attention over sequences of any length, which needs a GPU and 16 bits."""
+    assert _VARLEN is not None
+    groups = query.shape[1] // key.shape[1]
+    query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+    extra: dict[str, Any] = {}
+    if groups > 1 and _VARLEN_GROUPS:
+        extra["enable_gqa"] = True
+    elif groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    left = -1 if window is None else window - 1
+    return _VARLEN(query, key, value, starts, starts, longest, longest, scale=scaling, window_size=(left, 0), **extra)
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    """bool [length, length]: each token and the `window - 1` before it."""
+    places = torch.arange(length, device=device)
+    distance = places.unsqueeze(1) - places
+    return (distance >= 0) & (distance < window)
+
+
+def _check_kind(module: nn.Module, dropout: float, is_causal: bool | None, others: dict[str, Any]) -> None:
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    asked = [name for name, given in others.items() if given is not None and name not in _HARMLESS]
+    if dropout:
+        asked.append("dropout")
+    if not causal:
+        asked.append("is_causal=False")
+    if asked:
+        raise BackendError(f"packed attention must be plain causal attention, got {', '.join(asked)}; pad this model")
+
+
+def _varlen_attention() -> tuple[Callable[..., Any] | None, bool]:
+    """Torch's own attention over sequences of any length, where it is and takes a window and a scale; and whether it knows grouped heads."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None, False
+    known = inspect.signature(varlen_attn).parameters
+    return (varlen_attn if {"window_size", "scale"} <= set(known) else None), "enable_gqa" in known
+
+
+_VARLEN, _VARLEN_GROUPS = _varlen_attention()
+
+
+def _packed_mask(*arguments: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
+    """No mask for packed rows; what `sdpa` would take for any other caller."""
+    from transformers.masking_utils import sdpa_mask
+
+    return None if _packing.get() else sdpa_mask(*arguments, attention_mask=attention_mask, **options)
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    AttentionMaskInterface.register(PACKED_ATTENTION, _packed_mask)
+
+
+@contextmanager
+def _as_packed() -> Iterator[None]:
+    token = _packing.set(True)
+    try:
+        yield
+    finally:
+        _packing.reset(token)
+
+
+def _places(batch: Batch) -> Tensor:
+    """int64 [T]: the place of each token in its sequence."""
+    return torch.arange(batch.num_tokens, device=batch.cu_seqlens.device) - batch.cu_seqlens[batch.token_sequence]
+
+
+def _positions(batch: Batch) -> Tensor:
+    return _places(batch) if batch.position_ids is None else batch.position_ids
+
+
+def _obstacle(model: Any) -> str | None:
+    """Why a model cannot be packed, as far as it says so itself."""
+    if not hasattr(model, "set_attn_implementation") or not hasattr(model, "config"):
+        return "it is not a model of transformers"
+    if not getattr(model, "_supports_flash_attn", False):
+        return "its attention does not follow the contract of flash attention"
+    kinds = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    return f"it has layers of kind {', '.join(sorted(kinds))}" if kinds else None
+
+
+def _probe_batch(model: Any) -> Batch:
+    """Sequences of unlike length whose neighbours differ."""
+    table: Tensor = model.get_input_embeddings().weight
+    ids = torch.arange(sum(_PROBE_LENGTHS)).mul(7).add(3).remainder(table.shape[0]).tolist()
+    segments, start = [], 0
+    for place, length in enumerate(_PROBE_LENGTHS):
+        segments.append(
+            Segment(
+                ids[start : start + 1],
+                ids[start + 1 : start + length],
+                [1] * (length - 1),
+                None,
+                "probe",
+                f"{place}",
+                0.0,
+            )
+        )
+        start += length
+    return Batch.from_segments(segments).to(table.device)
+
+
+def _difference(expected: Tensor, got: Tensor) -> str | None:
+    """Says how far two answers are apart, where that is more than rounding."""
+    bound = 100 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
+    if expected.dtype in (torch.float16, torch.bfloat16):
+        bound /= 20
+    apart = float((expected - got).abs().max())
+    return None if apart <= bound else f"its packed and padded answers differ by {apart:.2g}"
