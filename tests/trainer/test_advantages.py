@@ -126,14 +126,6 @@ def test_a_batch_of_which_nothing_is_trained_has_no_advantage():
     assert advantages.tolist() == [0.0, 0.0]
 
 
-def test_what_needs_a_critic_is_refused_with_its_reason():
-    """gae is known and refused; the message lists what exists."""
-    with pytest.raises(
-        AlgorithmError, match=r"one of .*grpo, .*rloo.*'gae': it needs a critic, which this version does not have"
-    ):
-        advantage_estimator("gae")
-
-
 def test_an_unknown_estimator_lists_the_known():
     """A misspelled name is answered with the names that exist."""
     with pytest.raises(AlgorithmError, match=r"grpo, .*rloo, got 'gpro'"):

@@ -1,51 +1,104 @@
-"""Advantages: how much better a trajectory was than what was to be expected, as pure functions in float64.
+"""Which advantage estimator there is under which name, and how it gets from a batch to an advantage for each token.
 
-Group estimators see one reward a trajectory: segments do not count twice, failed trajectories are not in the batch,
-and a trajectory of which no token is trained on neither gets an advantage nor moves its siblings'. The advantage then
-goes to every trained token of all segments of the trajectory; elsewhere it is 0.
+The formulas are in `advantages_outcome` (one reward a trajectory) and `advantages_token` (token by token). Whatever the estimator: segments do
+not count twice, failed trajectories are not in the batch, and a trajectory of which no token is trained on neither gets an advantage nor moves
+its siblings'. Advantages stand on trained tokens; elsewhere they are 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 import torch
 from torch import Tensor
 
+from ostinato_trainer.advantages_outcome import gpg, group_centred, grpo, grpo_passk, opo, rloo
+from ostinato_trainer.advantages_token import (
+    chain_order,
+    discounted_sums,
+    gae,
+    outcome_rewards,
+    token_rewards_of,
+    whiten,
+)
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import AlgorithmError, BatchError
 
-_EPSILON = 1e-6
-_FLAT = 4 * 2.0**-23
-"""Rewards of a group that differ by no more than this, relative to the largest, are equal: a few roundings in
-float32."""
-
-_NEEDS_CRITIC = ("gae",)
+__all__ = [
+    "AdvantageEstimator",
+    "AdvantageOptions",
+    "Estimate",
+    "advantage_estimator",
+    "grpo",
+    "needs_baseline",
+    "needs_critic",
+    "register_advantage_estimator",
+    "rloo",
+    "with_advantages",
+]
 
 
 class AdvantageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the estimators read of `algorithm.*`."""
 
     norm_by_std: bool = True
-    """`algorithm.norm_adv_by_std_in_grpo`: divide by the group's standard deviation; False is Dr. GRPO."""
+    """`norm_adv_by_std_in_grpo`: divide by the group's standard deviation; False is Dr. GRPO."""
+    gamma: float = 1.0
+    """Discount from one trained token to the next, in [0, 1]."""
+    lam: float = 1.0
+    """Decay of generalized advantage estimation, in [0, 1]."""
+    whiten: bool = True
+    """`whiten_advantages`: give advantages mean 0 and variance 1 over the trained tokens of the batch, where the estimator does."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("gamma", self.gamma), ("lam", self.lam)):
+            if not 0 <= value <= 1:
+                raise BatchError(f"{name} must lie in [0, 1], got {value}; 1.0 is usual")
 
 
-AdvantageEstimator = Callable[[Batch, AdvantageOptions], Tensor]
-"""From a batch to the advantage of each token, float64 [T], 0 outside the loss mask."""
+@dataclass(frozen=True)
+class Estimate:
+    """Advantages, and what a critic should learn from them."""
 
-_estimators: dict[str, AdvantageEstimator] = {}
+    advantages: Tensor
+    """float64 [T], 0 outside the loss mask."""
+    returns: Tensor
+    """float64 [T], 0 outside the loss mask."""
 
 
-def register_advantage_estimator(name: str) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
+AdvantageEstimator = Callable[[Batch, AdvantageOptions], Tensor | Estimate]
+"""From a batch to the advantage of each token, float64 [T], 0 outside the loss mask; with returns where a critic learns."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    estimate: AdvantageEstimator
+    needs_critic: bool
+    needs_baseline: bool
+
+
+_estimators: dict[str, _Entry] = {}
+
+
+def register_advantage_estimator(
+    name: str, *, needs_critic: bool = False, needs_baseline: bool = False
+) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
     """Makes an estimator known as `algorithm.adv_estimator=name`.
+
+    Args:
+        name: As it is written in the configuration.
+        needs_critic: It reads `batch.values`; a critic is then trained beside the policy.
+        needs_baseline: It reads `batch.baselines`; a greedy trajectory is then sampled for each prompt.
 
     Raises:
         AlgorithmError: another estimator has this name.
     """
 
     def register(estimator: AdvantageEstimator) -> AdvantageEstimator:
-        if _estimators.setdefault(name, estimator) is not estimator:
+        entry = _Entry(estimator, needs_critic, needs_baseline)
+        if _estimators.setdefault(name, entry) != entry:
             raise AlgorithmError(
                 f"adv_estimator name must be unique, got {name!r} twice; register it under another name"
             )
@@ -58,76 +111,35 @@ def advantage_estimator(name: str) -> AdvantageEstimator:
     """The estimator of that name.
 
     Raises:
-        AlgorithmError: it does not exist or needs a part that this version does not have; the message lists those
-            that exist.
+        AlgorithmError: it does not exist; the message lists those that exist.
     """
-    if name in _estimators:
-        return _estimators[name]
-    known = ", ".join(sorted(_estimators))
-    if name in _NEEDS_CRITIC:
-        raise AlgorithmError(
-            f"adv_estimator must be one of {known}, got {name!r}: it needs a critic, which this version does not have; "
-            "use grpo or rloo"
-        )
-    raise AlgorithmError(f"adv_estimator must be one of {known}, got {name!r}; choose one of them or register your own")
+    return _entry(name).estimate
+
+
+def needs_critic(name: str) -> bool:
+    """Whether this estimator reads `batch.values`. Errors as `advantage_estimator`."""
+    return _entry(name).needs_critic
+
+
+def needs_baseline(name: str) -> bool:
+    """Whether this estimator reads `batch.baselines`. Errors as `advantage_estimator`."""
+    return _entry(name).needs_baseline
 
 
 def with_advantages(batch: Batch, name: str, options: AdvantageOptions | None = None) -> Batch:
-    """The batch with its `advantages` column.
+    """The batch with its `advantages` column, and its `returns` where the estimator gives them.
 
     Raises:
         AlgorithmError: see `advantage_estimator`.
-        BatchError: the estimator returned something else than one finite number a token.
+        BatchError: a column that the estimator reads is missing, or it returned something else than one finite number a token.
     """
-    advantages = advantage_estimator(name)(batch, options or AdvantageOptions())
-    if advantages.shape != batch.loss_mask.shape or not bool(torch.isfinite(advantages[batch.loss_mask]).all()):
-        raise BatchError(
-            f"advantages of {name!r} must be one finite number a token ({batch.num_tokens}), "
-            f"got shape {list(advantages.shape)} or a number that is not finite; fix the estimator"
-        )
-    return batch.with_columns(advantages=torch.where(batch.loss_mask, advantages, 0.0))
-
-
-def grpo(rewards: Tensor, group_index: Tensor, *, norm_by_std: bool = True) -> Tensor:
-    """Group-relative advantage (DeepSeekMath, arXiv:2402.03300): `(r - mean) / (std + 1e-6)` with the sample standard
-    deviation.
-
-    Without the division it is Dr. GRPO (arXiv:2503.20783). A group whose rewards are all equal gets exactly 0. A
-    group of one has no
-    baseline: mean 0 and deviation 1 are taken, as elsewhere in the field, so its advantage is its reward.
-
-    Args:
-        rewards: [R], one a trajectory.
-        group_index: int64 [R].
-        norm_by_std: Divide by the deviation.
-
-    Returns:
-        float64 [R].
-    """
-    rewards, groups, counts, flat = _grouped(rewards, group_index)
-    centred = rewards - torch.where(counts > 1, _sum_by_group(rewards, groups) / counts, 0.0)
-    if norm_by_std:
-        variance = _sum_by_group(centred.square(), groups) / (counts - 1).clamp(min=1)
-        centred = centred / (torch.where(counts > 1, variance, 1.0).sqrt() + _EPSILON)
-    return torch.where(flat, 0.0, centred)
-
-
-def rloo(rewards: Tensor, group_index: Tensor) -> Tensor:
-    """Leave-one-out advantage (arXiv:2402.14740): the reward minus the mean reward of the other trajectories of the
-    group.
-
-    A group whose rewards are all equal gets exactly 0; a group of one has no baseline, so its advantage is its reward.
-
-    Args:
-        rewards: [R], one a trajectory.
-        group_index: int64 [R].
-
-    Returns:
-        float64 [R].
-    """
-    rewards, groups, counts, flat = _grouped(rewards, group_index)
-    others = (_sum_by_group(rewards, groups) - rewards) / (counts - 1).clamp(min=1)
-    return torch.where(flat, 0.0, rewards - torch.where(counts > 1, others, 0.0))
+    estimate = advantage_estimator(name)(batch, options or AdvantageOptions())
+    if isinstance(estimate, Tensor):
+        return batch.with_columns(advantages=_checked(estimate, batch, name, "advantages"))
+    return batch.with_columns(
+        advantages=_checked(estimate.advantages, batch, name, "advantages"),
+        returns=_checked(estimate.returns, batch, name, "returns"),
+    )
 
 
 @register_advantage_estimator("grpo")
@@ -135,9 +147,88 @@ def _grpo_of_batch(batch: Batch, options: AdvantageOptions) -> Tensor:
     return _over_trajectories(batch, lambda rewards, groups: grpo(rewards, groups, norm_by_std=options.norm_by_std))
 
 
+@register_advantage_estimator("grpo_passk")
+def _grpo_passk_of_batch(batch: Batch, options: AdvantageOptions) -> Tensor:
+    return _over_trajectories(
+        batch, lambda rewards, groups: grpo_passk(rewards, groups, norm_by_std=options.norm_by_std)
+    )
+
+
 @register_advantage_estimator("rloo")
 def _rloo_of_batch(batch: Batch, options: AdvantageOptions) -> Tensor:
     return _over_trajectories(batch, rloo)
+
+
+@register_advantage_estimator("opo")
+def _opo_of_batch(batch: Batch, options: AdvantageOptions) -> Tensor:
+    lengths = batch.trajectory_loss_tokens[batch.trajectory_loss_tokens > 0]
+    return _over_trajectories(batch, lambda rewards, groups: opo(rewards, groups, lengths))
+
+
+@register_advantage_estimator("gpg")
+def _gpg_of_batch(batch: Batch, options: AdvantageOptions) -> Tensor:
+    return _over_trajectories(batch, gpg)
+
+
+@register_advantage_estimator("reinforce_plus_plus_baseline")
+def _reinforce_plus_plus_baseline_of_batch(batch: Batch, options: AdvantageOptions) -> Tensor:
+    """REINFORCE++ with a group baseline (arXiv:2501.03262): the centred outcome on every trained token, whitened over the batch."""
+    advantages = _over_trajectories(batch, group_centred)
+    return _on_tokens(batch, batch.loss_mask, whiten(advantages[batch.loss_mask])) if options.whiten else advantages
+
+
+@register_advantage_estimator("reinforce_plus_plus")
+def _reinforce_plus_plus_of_batch(batch: Batch, options: AdvantageOptions) -> Estimate:
+    """REINFORCE++ (arXiv:2501.03262): discounted reward to go, whitened over the batch."""
+    order = chain_order(batch)
+    returns = discounted_sums(token_rewards_of(batch)[order], batch.token_trajectory[order], options.gamma)
+    return Estimate(
+        advantages=_on_tokens(batch, order, whiten(returns) if options.whiten else returns),
+        returns=_on_tokens(batch, order, returns),
+    )
+
+
+@register_advantage_estimator("remax", needs_baseline=True)
+def _remax_of_batch(batch: Batch, options: AdvantageOptions) -> Estimate:
+    """ReMax (arXiv:2310.10505): reward to go minus the reward of a greedy trajectory for the same prompt."""
+    if batch.baselines is None:
+        raise BatchError(
+            "baselines must be set for remax, got None; give each trajectory the reward of a greedy trajectory for its prompt"
+        )
+    order = chain_order(batch)
+    trajectory = batch.token_trajectory[order]
+    returns = discounted_sums(token_rewards_of(batch)[order], trajectory, 1.0)
+    return Estimate(
+        advantages=_on_tokens(batch, order, returns - batch.baselines[trajectory]),
+        returns=_on_tokens(batch, order, returns),
+    )
+
+
+@register_advantage_estimator("gae", needs_critic=True)
+def _gae_of_batch(batch: Batch, options: AdvantageOptions) -> Estimate:
+    if batch.values is None:
+        raise BatchError("values must be set for gae, got None; ask the critic for them")
+    order = chain_order(batch)
+    advantages, returns = gae(
+        token_rewards_of(batch)[order],
+        batch.values[order],
+        batch.token_trajectory[order],
+        gamma=options.gamma,
+        lam=options.lam,
+    )
+    return Estimate(
+        advantages=_on_tokens(batch, order, whiten(advantages) if options.whiten else advantages),
+        returns=_on_tokens(batch, order, returns),
+    )
+
+
+def _entry(name: str) -> _Entry:
+    if name not in _estimators:
+        known = ", ".join(sorted(_estimators))
+        raise AlgorithmError(
+            f"adv_estimator must be one of {known}, got {name!r}; choose one of them or register your own"
+        )
+    return _estimators[name]
 
 
 def _over_trajectories(batch: Batch, estimate: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -145,32 +236,21 @@ def _over_trajectories(batch: Batch, estimate: Callable[[Tensor, Tensor], Tensor
     tokens."""
     counted = batch.trajectory_loss_tokens > 0
     by_trajectory = torch.zeros(batch.num_trajectories, dtype=torch.float64)
-    by_trajectory[counted] = estimate(batch.rewards[counted], batch.trajectory_group[counted])
+    by_trajectory[counted] = estimate(outcome_rewards(batch)[counted], batch.trajectory_group[counted])
     return torch.where(batch.loss_mask, by_trajectory[batch.token_trajectory], 0.0)
 
 
-def _grouped(rewards: Tensor, group_index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rewards in float64, dense group numbers, and for each trajectory its group's size and whether that group of
-    several is flat."""
-    if rewards.ndim != 1 or rewards.shape != group_index.shape:
-        raise BatchError(
-            f"rewards and group_index must be vectors of one length, "
-            f"got {list(rewards.shape)} and {list(group_index.shape)}; give one entry a trajectory"
-        )
-    if not bool(torch.isfinite(rewards).all()):
-        raise BatchError(
-            f"rewards must be finite, got {rewards[~torch.isfinite(rewards)][0].item()}; leave failed trajectories out"
-        )
-    rewards = rewards.to(torch.float64)
-    names, groups = torch.unique(group_index, return_inverse=True)
-    counts = torch.bincount(groups, minlength=len(names))[groups]
-    blank = rewards.new_zeros(len(names))
-    lowest = blank.scatter_reduce(0, groups, rewards, "amin", include_self=False)
-    highest = blank.scatter_reduce(0, groups, rewards, "amax", include_self=False)
-    flat = highest - lowest <= _FLAT * torch.maximum(highest.abs(), lowest.abs())
-    return rewards, groups, counts, flat[groups] & (counts > 1)
+def _on_tokens(batch: Batch, places: Tensor, values: Tensor) -> Tensor:
+    """float64 [T]: `values` at `places` (positions or a mask), 0 elsewhere."""
+    column = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    column[places] = values
+    return column
 
 
-def _sum_by_group(values: Tensor, groups: Tensor) -> Tensor:
-    """For each trajectory the sum over its group."""
-    return values.new_zeros(int(groups.max()) + 1 if len(groups) else 0).index_add(0, groups, values)[groups]
+def _checked(column: Tensor, batch: Batch, name: str, what: str) -> Tensor:
+    if column.shape != batch.loss_mask.shape or not bool(torch.isfinite(column[batch.loss_mask]).all()):
+        raise BatchError(
+            f"{what} of {name!r} must be one finite number a token ({batch.num_tokens}), "
+            f"got shape {list(column.shape)} or a number that is not finite; fix the estimator"
+        )
+    return torch.where(batch.loss_mask, column, 0.0)

@@ -29,6 +29,7 @@ from ostinato_trainer.config_rollout import (
     RolloutConfig,
     ValidationSamplingConfig,
 )
+from ostinato_trainer.config_sampling import FilterGroupsConfig, WatchdogConfig
 
 __all__ = [
     "ActorConfig",
@@ -45,6 +46,7 @@ __all__ = [
     "CustomServerConfig",
     "DataConfig",
     "EngineKwargsConfig",
+    "FilterGroupsConfig",
     "KLControlConfig",
     "ModelConfig",
     "MultiTurnConfig",
@@ -57,6 +59,7 @@ __all__ = [
     "RolloutCorrectionConfig",
     "TrainerConfig",
     "ValidationSamplingConfig",
+    "WatchdogConfig",
 ]
 
 
@@ -78,6 +81,16 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Passes over the training rows, unless total_training_steps ends the run earlier or later."""
     total_training_steps: Annotated[int, Meta(ge=1)] | None = None
     """Steps of the run; null follows from total_epochs."""
+    max_staleness: Annotated[int, Meta(ge=0)] = 0
+    """Policy versions that the oldest token of a trajectory may be behind when it is trained on. 0 samples and trains in turn; 1 samples a
+    step ahead while the policy is trained; more samples further ahead."""
+    min_group_size: Annotated[int, Meta(ge=1)] | None = None
+    """Trajectories of a group that must have ended without a failure; with fewer the group is dropped and another prompt sampled. null: two,
+    since one alone has no baseline, or one where `rollout.n` is 1."""
+    max_reruns: Annotated[int, Meta(ge=0)] = 0
+    """How often a trajectory that failed is done again, each time with another seed."""
+    max_failed_batches: Annotated[int, Meta(ge=0)] = 1
+    """Groups that one step may drop for failures before the run ends with an error, in batches of data.train_batch_size."""
     save_freq: Annotated[int, Meta(ge=-1)] = -1
     """Steps between checkpoints; -1 saves only after the last step, 0 never."""
     test_freq: Annotated[int, Meta(ge=-1)] = -1
@@ -104,6 +117,14 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Seed of the run; data and rollout take theirs from it where they have none."""
     device: str | None = None
     """Device to train on, as torch writes it; null picks the best one present."""
+    callbacks: tuple[str, ...] = ()
+    """Classes of your own that are told what the run does, as module:Class or file.py:Class; see `TrainerCallback`."""
+    watchdog: WatchdogConfig = WatchdogConfig()
+    """What is done when nothing happens."""
+
+    def good_per_group(self, n: int) -> int:
+        """Trajectories without a failure that a group of `n` needs: `min_group_size`."""
+        return min(n, 2) if self.min_group_size is None else self.min_group_size
 
     @property
     def local_dir(self) -> str:

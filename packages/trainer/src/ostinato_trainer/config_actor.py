@@ -1,4 +1,4 @@
-"""The nodes `actor_rollout_ref.model`, `.actor` and `algorithm`: the policy, its optimizer and its loss.
+"""The nodes `actor_rollout_ref.model` and `.actor`: the policy, its optimizer and its loss.
 
 Pure data: knows no torch. The docstring below a field is what `ostinato config` prints as its meaning.
 """
@@ -9,9 +9,12 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-__all__ = ["ActorConfig", "AlgorithmConfig", "LossAggMode", "ModelConfig", "OptimConfig"]
+__all__ = ["ActorConfig", "LossAggMode", "ModelConfig", "OptimConfig", "PolicyLossConfig"]
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KLLossType = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
+]
 Beta = Annotated[float, Meta(ge=0, lt=1)]
 
 
@@ -41,6 +44,13 @@ class OptimConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Course of the learning rate after warm-up; linear and cosine end at zero with the last step."""
 
 
+class PolicyLossConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which policy loss (`actor_rollout_ref.actor.policy_loss`)."""
+
+    loss_mode: str = "vanilla"
+    """Policy loss by name: vanilla (PPO), gspo, cispo, gpg, sapo, or one that was registered."""
+
+
 class ActorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The update of the policy (`actor_rollout_ref.actor`)."""
 
@@ -62,6 +72,8 @@ class ActorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Most tokens in one pass that computes log-probabilities, and of the update while use_dynamic_bsz is true."""
     ppo_epochs: Annotated[int, Meta(ge=1)] = 1
     """Passes over the batch of one step."""
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    """The policy loss."""
     clip_ratio: Annotated[float, Meta(gt=0)] = 0.2
     """PPO clip range on both sides, where clip_ratio_low or clip_ratio_high is null."""
     clip_ratio_low: Annotated[float, Meta(gt=0)] | None = None
@@ -70,16 +82,22 @@ class ActorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Clip range above one; null takes clip_ratio."""
     clip_ratio_c: Annotated[float, Meta(gt=1)] = 3.0
     """Bound of the dual clip for negative advantages."""
+    tau_pos: Annotated[float, Meta(gt=0)] = 1.0
+    """Steepness of sapo's gate where the advantage is positive."""
+    tau_neg: Annotated[float, Meta(gt=0)] = 1.05
+    """Steepness of sapo's gate elsewhere."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses become one number; sequences are trajectories, denominators those of the whole mini-batch."""
     use_kl_loss: bool = False
     """Add the divergence from the reference policy, a frozen copy of the starting weights, to the loss."""
     kl_loss_coef: Annotated[float, Meta(ge=0)] = 0.001
     """Weight of that divergence."""
-    kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "low_var_kl"
-    """Estimator of the divergence: k1 (kl), abs, k2 (mse) or k3 (low_var_kl)."""
+    kl_loss_type: KLLossType = "low_var_kl"
+    """Estimator of the divergence: k1 (kl), abs, k2 (mse) or k3 (low_var_kl); with a + behind it, with the gradient of k2."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
+    calculate_entropy: bool = False
+    """Report the entropy of the policy even where entropy_coeff is 0, at the cost of computing it."""
 
     @property
     def clip_low(self) -> float:
@@ -90,12 +108,3 @@ class ActorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     def clip_high(self) -> float:
         """The clip range above one that applies."""
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
-
-
-class AlgorithmConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """From rewards to advantages (`algorithm`)."""
-
-    adv_estimator: str = "grpo"
-    """Advantage estimator by name: grpo or rloo."""
-    norm_adv_by_std_in_grpo: bool = True
-    """Divide GRPO's advantages by the group's standard deviation; false is Dr. GRPO."""

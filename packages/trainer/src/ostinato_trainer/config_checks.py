@@ -11,6 +11,12 @@ from collections.abc import Collection
 from typing import Final
 
 from ostinato_trainer.config import Config
+from ostinato_trainer.config_algorithm_checks import (
+    algorithm_problems,
+    algorithm_rules,
+    missing_algorithms,
+    uses_groups,
+)
 from ostinato_trainer.errors import ConfigError
 
 __all__ = ["check_runnable", "consistency_problems", "problems_text", "unread_keys"]
@@ -19,15 +25,6 @@ logger = logging.getLogger(__name__)
 
 _ACTOR: Final = "actor_rollout_ref.actor"
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
-
-_MISSING_ESTIMATORS: Final = {
-    "gae": "it needs a critic, which this version does not have",
-    "reinforce_plus_plus": "it is not in this version",
-    "reinforce_plus_plus_baseline": "it is not in this version",
-    "remax": "it is not in this version",
-    "gpg": "it is not in this version",
-    "opo": "it is not in this version",
-}
 
 
 _WITHOUT_CRITIC: Final = (
@@ -47,7 +44,7 @@ def problems_text(problems: Collection[str]) -> str:
 def consistency_problems(config: Config) -> list[str]:
     """Sentences about keys that contradict each other; empty where none do."""
     data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    problems = []
+    problems = algorithm_problems(config)
     if data.train_batch_size % actor.ppo_mini_batch_size:
         problems.append(
             f"data.train_batch_size must be a multiple of {_ACTOR}.ppo_mini_batch_size (both count prompts), got "
@@ -125,11 +122,7 @@ def unread_keys(config: Config, written: Collection[str]) -> list[str]:
             "clip_ratio_low and clip_ratio_high are both given",
             (f"{_ACTOR}.clip_ratio",),
         ),
-        (
-            config.algorithm.adv_estimator != "grpo",
-            f"algorithm.adv_estimator is {config.algorithm.adv_estimator}",
-            ("algorithm.norm_adv_by_std_in_grpo",),
-        ),
+        *algorithm_rules(config),
         (not config.data.shuffle, "data.shuffle is false", ("data.seed",)),
         (
             config.algorithm.adv_estimator in _WITHOUT_CRITIC,
@@ -188,14 +181,10 @@ def check_runnable(config: Config) -> None:
     for path, value in (("trainer.nnodes", trainer.nnodes), ("trainer.n_gpus_per_node", trainer.n_gpus_per_node)):
         if value > 1:
             problems.append(f"{path} must be 1: this version trains on one device, got {value}; write {path}=1")
-    if (why := _MISSING_ESTIMATORS.get(config.algorithm.adv_estimator)) is not None:
-        problems.append(
-            f"algorithm.adv_estimator must be grpo or rloo, got {config.algorithm.adv_estimator}: {why}; "
-            "write algorithm.adv_estimator=grpo"
-        )
+    problems += missing_algorithms(config)
     if problems:
         raise ConfigError(problems_text(problems))
-    if rollout.n == 1 and config.algorithm.adv_estimator in ("grpo", "rloo"):
+    if rollout.n == 1 and uses_groups(config):
         logger.warning(
             "%s.n is 1: a group of one has no baseline, so its advantage is its plain reward; write %s.n=4 or more",
             _ROLLOUT,

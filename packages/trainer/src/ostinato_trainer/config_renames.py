@@ -103,10 +103,22 @@ RENAMED_NAMES: Final[dict[str, str]] = {
     "token_budget": f"{_ACTOR}.ppo_max_token_len_per_gpu",
     "use_dynamic_batch_size": f"{_ACTOR}.use_dynamic_bsz",
     "num_iterations": f"{_ACTOR}.ppo_epochs",
-    "kl_coef": f"{_ACTOR}.kl_loss_coef",
     "beta": f"{_ACTOR}.kl_loss_coef",
     "entropy_coef": f"{_ACTOR}.entropy_coeff",
     "advantage_estimator": "algorithm.adv_estimator",
+    "gae_lambda": "algorithm.lam",
+    "lambd": "algorithm.lam",
+    "normalize_advantages": "algorithm.whiten_advantages",
+    "advantage_batch_normalize": "algorithm.whiten_advantages",
+    "kl_target": "algorithm.kl_ctrl.target_kl",
+    "kl_horizon": "algorithm.kl_ctrl.horizon",
+    "use_tis": "algorithm.rollout_correction.rollout_is",
+    "vllm_importance_sampling_correction": "algorithm.rollout_correction.rollout_is",
+    "tis_imp_ratio_cap": "algorithm.rollout_correction.rollout_is_threshold",
+    "vllm_importance_sampling_cap": "algorithm.rollout_correction.rollout_is_threshold",
+    "policy_loss_type": f"{_ACTOR}.policy_loss.loss_mode",
+    "sapo_temperature_pos": f"{_ACTOR}.tau_pos",
+    "sapo_temperature_neg": f"{_ACTOR}.tau_neg",
     "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
     "grpo_std_normalization": "algorithm.norm_adv_by_std_in_grpo",
     "num_train_epochs": "trainer.total_epochs",
@@ -153,7 +165,6 @@ RENAMED_NAMES: Final[dict[str, str]] = {
 
 _ON_POLICY: Final = "this version trains on-policy, every batch sampled with the newest weights"
 _LOG_PROB: Final = f"log-probabilities are computed {_ACTOR}.ppo_max_token_len_per_gpu tokens at a time"
-_NO_CRITIC: Final = "this version has no critic"
 _ONE_DEVICE: Final = "this version trains on one device"
 _NO_ADAPTERS: Final = "this version trains all weights"
 _ONE_ENGINE: Final = f"there is one engine, in this process or under {_ROLLOUT}.engine_python"
@@ -197,10 +208,6 @@ UNREAD_NAMES: Final[dict[str, str]] = {
     "push_to_hub": "checkpoints stay in trainer.default_local_dir",
     "default_hdfs_dir": "checkpoints stay in trainer.default_local_dir",
     "use_remove_padding": "the backend chooses its own layout, with the same numbers",
-    "use_kl_in_reward": "the divergence can enter the loss only; see actor_rollout_ref.actor.use_kl_loss",
-    "kl_penalty": "the divergence can enter the loss only; see actor_rollout_ref.actor.kl_loss_type",
-    "gamma": _NO_CRITIC,
-    "lam": _NO_CRITIC,
     "calculate_log_probs": "log-probabilities of sampled tokens are always recorded",
     "enable_gradient_checkpointing": "the backend does not recompute activations",
     "log_prob_micro_batch_size": _LOG_PROB,

@@ -20,7 +20,8 @@ _LINEAR_BEYOND = 10.0
 
 
 class KLKind(StrEnum):
-    """`kl_loss_type`."""
+    """`kl_loss_type` and `kl_penalty`. A name with a "+" behind it keeps the value and takes the gradient of k2, whose expectation is that
+    of the divergence."""
 
     ABS = "abs"
     """|d|."""
@@ -36,18 +37,19 @@ _ALIASES = {"kl": KLKind.K1, "mse": KLKind.K2, "low_var_kl": KLKind.K3}
 
 
 def kl_kind(name: str) -> KLKind:
-    """The estimator of that name; the field's older names kl, mse and low_var_kl are understood.
+    """The estimator of that name, with or without "+"; the field's older names kl, mse and low_var_kl are understood.
 
     Raises:
         AlgorithmError: it does not exist.
     """
-    if name in _ALIASES:
-        return _ALIASES[name]
+    plain = name.removesuffix("+")
     try:
-        return KLKind(name)
+        return _ALIASES.get(plain) or KLKind(plain)
     except ValueError as error:
         known = ", ".join([*KLKind, *_ALIASES])
-        raise AlgorithmError(f"kl_loss_type must be one of {known}, got {name!r}; choose one of them") from error
+        raise AlgorithmError(
+            f'kl_loss_type or kl_penalty must be one of {known}, got {name!r}; choose one of them, with or without a "+" behind it'
+        ) from error
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: KLKind | str) -> Tensor:
@@ -56,7 +58,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: KLKind | str) ->
     Args:
         log_probs: float [...], of the sampled tokens under the policy; gradients flow through it.
         ref_log_probs: float [...], the same tokens under the reference.
-        kind: A `KLKind` or one of its names.
+        kind: A `KLKind` or one of its names; "+" behind it takes the gradient of k2 (straight through).
 
     Returns:
         [...] in float32, or float64 where an input is.
@@ -64,9 +66,16 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: KLKind | str) ->
     Raises:
         AlgorithmError: the estimator does not exist.
     """
-    kind = kl_kind(kind)
     dtype = torch.promote_types(torch.promote_types(log_probs.dtype, ref_log_probs.dtype), torch.float32)
     log_ratio = ref_log_probs.to(dtype) - log_probs.to(dtype)
+    value = _value(log_ratio, kl_kind(kind))
+    if not kind.endswith("+"):
+        return value
+    slope = -log_ratio.detach()  # of k2, with respect to the policy's log-probability
+    return value.detach() + slope * (log_ratio.detach() - log_ratio)
+
+
+def _value(log_ratio: Tensor, kind: KLKind) -> Tensor:
     if kind is KLKind.K1:
         return -log_ratio
     if kind is KLKind.ABS:
