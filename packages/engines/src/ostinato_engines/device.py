@@ -1,6 +1,6 @@
 """The only module of the project that says cuda, npu, mps or cpu. torch is imported when a function needs it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -208,6 +208,77 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     _torch().manual_seed(seed)
+
+
+def random_state() -> dict[str, Any]:
+    """Where Python's, numpy's and torch's generators stand, on every device that has been used; plain JSON data."""
+    import random
+
+    import numpy
+
+    torch = _torch()
+    version, words, gauss = random.getstate()
+    legacy: dict[str, Any] = numpy.random.get_state(legacy=False)  # pyright: ignore[reportAssignmentType]
+    state: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "numpy": {**legacy, "state": {**legacy["state"], "key": legacy["state"]["key"].tolist()}},
+        "torch": _hexadecimal(torch.get_rng_state()),
+    }
+    for kind in _kinds_in_use():
+        states = [_backend(kind).get_rng_state(*place) for place in _places(kind)]
+        state[kind] = [_hexadecimal(each) for each in states]
+    return state
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Puts the generators where `random_state` found them; devices that this process lacks are passed over.
+
+    Raises:
+        EngineInputError: It is no such state; some generators may have been restored then.
+    """
+    import random
+
+    import numpy
+
+    torch = _torch()
+    try:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        legacy = state["numpy"]
+        numpy.random.set_state({**legacy, "state": {**legacy["state"], "key": numpy.array(legacy["state"]["key"])}})
+        torch.set_rng_state(_from_hexadecimal(state["torch"]))
+        for kind in KINDS:
+            if kind in state and is_available(kind):
+                for place, text in zip(_places(kind), state[kind], strict=False):
+                    _backend(kind).set_rng_state(_from_hexadecimal(text), *place)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise EngineInputError(
+            f"the state of random generators must be what random_state() gave, got {type(error).__name__}: {error}; "
+            "begin anew with a seed"
+        ) from error
+
+
+def _kinds_in_use() -> list[str]:
+    """Kinds of devices beside the host that this process has used; asking one that it has not would take memory there."""
+    used = []
+    for kind in KINDS:
+        backend = _backend(kind) if is_available(kind) else None
+        if backend is not None and getattr(backend, "is_initialized", lambda: True)():
+            used.append(kind)
+    return used
+
+
+def _places(kind: str) -> list[tuple[str, ...]]:
+    """The arguments that name each generator of a kind; mps has one, without a name."""
+    return [()] if kind == "mps" else [(f"{kind}:{index}",) for index in range(device_count(kind))]
+
+
+def _hexadecimal(state: "torch.Tensor") -> str:
+    return bytes(state.tolist()).hex()
+
+
+def _from_hexadecimal(text: str) -> "torch.Tensor":
+    return _torch().tensor(list(bytes.fromhex(text)), dtype=_torch().uint8)
 
 
 @contextmanager
