@@ -61,6 +61,7 @@ async def test_a_function_gets_the_field_s_arguments() -> None:
         "num_turns": 4,
         "tool_rewards": [1.0],
         "turn_scores": [0.0],
+        "tool_state_rewards": {},
         "sampled_text": "call\nend",
     }
     assert ROW["extra_info"] == {"index": 3}

@@ -16,14 +16,14 @@ from typing import Any
 
 from ostinato_trainer.errors import TrainerError
 
-__all__ = ["load_object"]
+__all__ = ["is_file", "load_object"]
 
 
 def load_object(path: str, name: str, *, key: str, error: type[TrainerError]) -> Any:
     """Import `path` and return its attribute `name`.
 
     Args:
-        path: a `.py` file, or a dotted module name.
+        path: a `.py` file, or a dotted module name; `file://` or `pkg://` before it says which.
         name: attribute of that module.
         key: the configuration key that named them, without `.path` and `.name`; for messages.
         error: what to raise.
@@ -31,12 +31,16 @@ def load_object(path: str, name: str, *, key: str, error: type[TrainerError]) ->
     Raises:
         error: the file or module is missing, raises while it is imported, or has no such attribute.
     """
-    is_file = path.endswith(".py") or "/" in path
-    module = _import_file(path, key, error) if is_file else _import_module(path, key, error)
+    module = _import_file(path, key, error) if is_file(path) else _import_module(path, key, error)
     if not hasattr(module, name):
         names = ", ".join(sorted(other for other in vars(module) if not other.startswith("_"))) or "nothing"
         raise error(f"{key}.name must be defined in {path}, got {name!r}; it defines {names}")
     return getattr(module, name)
+
+
+def is_file(path: str) -> bool:
+    """Whether `path` names a file and not a module."""
+    return path.endswith(".py") or "/" in path
 
 
 def _import_file(path: str, key: str, error: type[TrainerError]) -> ModuleType:
@@ -57,7 +61,7 @@ def _import_file(path: str, key: str, error: type[TrainerError]) -> ModuleType:
         del sys.modules[name]
         if not isinstance(cause, Exception | SystemExit):
             raise
-        raise error(f"{key}.path must import without errors, got {_place(cause, path)}; mend the file") from cause
+        raise error(f"{key}.path must import without errors, got {place_of(cause, path)}; mend the file") from cause
     return module
 
 
@@ -66,11 +70,11 @@ def _import_module(path: str, key: str, error: type[TrainerError]) -> ModuleType
         return importlib.import_module(path)
     except (Exception, SystemExit) as cause:
         raise error(
-            f"{key}.path must be a Python file or an importable module, got {_place(cause, path)}; check the path"
+            f"{key}.path must be a Python file or an importable module, got {place_of(cause, path)}; check the path"
         ) from cause
 
 
-def _place(cause: BaseException, path: str) -> str:
+def place_of(cause: BaseException, path: str) -> str:
     """The error with the line of the user's file that raised it."""
     frames = traceback.extract_tb(cause.__traceback__)
     name = Path(path).name

@@ -1,54 +1,44 @@
 """From a finished trajectory to a score: `RewardManager`.
 
-A scorer that raises, hangs or answers with no finite number makes an error, which the agent loop records as a failure of
-that trajectory; it never makes a zero. Synchronous functions run in a thread of their own, so that they stop neither the
-event loop nor, should they never return, the program; built-in scorers cost microseconds and run where they are called.
+A scorer that raises, hangs or answers with no finite number makes an error, which the agent loop records as a failure of that
+trajectory; it never makes a zero. Scores are computed a few at a time, each with a deadline; what they are made of is `reward_parts`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import inspect
 import itertools
-import logging
 import math
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, Final
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
 
 from ostinato_agent_loop import AgentLoopOutput, RewardResult
 from ostinato_tokenization import ChatTokenizer
 from ostinato_trainer.config_reward import RewardConfig
-from ostinato_trainer.custom_code import load_object
 from ostinato_trainer.errors import RewardError
-from ostinato_trainer.scorers import SCORERS, scorer_for
+from ostinato_trainer.reward_functions import ComputeScore, custom_function, raised_text
+from ostinato_trainer.reward_pace import Pace
+from ostinato_trainer.reward_parts import combined, is_score_alone
+from ostinato_trainer.scorers import BuiltInScorers
 
 __all__ = ["ComputeScore", "RewardManager"]
 
-logger = logging.getLogger(__name__)
-
-ComputeScore = Callable[..., Any]
-"""`f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs) -> float | dict`, or a coroutine of it."""
-
-_ARGUMENTS: Final = ("data_source", "solution_str", "ground_truth", "extra_info")
-_CUSTOM: Final = "reward.custom_reward_function"
-_thread_numbers = itertools.count(1)
+_TURNS_OF_TOOLS = ("turn_scores", "tool_rewards", "tool_state_rewards")
 
 
 class RewardManager:
     """Scores trajectories; the `RewardFn` that agent loops call as soon as a trajectory ends.
 
     The function gets the row's `data_source`, the response as text, `reward_model.ground_truth` and the row's
-    `extra_info`, to which are added `num_turns`, `turn_scores`, `tool_rewards` and `sampled_text`: what the policy wrote,
-    without the tools' answers. The response is that of the last segment, special tokens left out.
+    `extra_info`, to which are added `num_turns`, `turn_scores`, `tool_rewards`, `tool_state_rewards` and `sampled_text`: what the
+    policy wrote, without the tools' answers. The response is that of the last segment, special tokens left out. What it gets is a copy.
 
     Args:
         config: the node `reward`.
         tokenizer: the policy's, to decode.
         compute_score: a function to use instead of the configured one.
         data_sources: those of the rows to come; see `check_data_sources`.
+        max_response_length: `data.max_response_length`, which `reward.overlong_buffer` counts from.
 
     Raises:
         RewardError: the configured function cannot be loaded or does not take the arguments above, or a data source has
@@ -62,14 +52,28 @@ class RewardManager:
         *,
         compute_score: ComputeScore | None = None,
         data_sources: Iterable[str | None] = (),
+        max_response_length: int | None = None,
     ) -> None:
-        self._config = config
-        self._tokenizer = tokenizer
-        self._kwargs = dict(config.custom_reward_function.reward_kwargs)
-        self._custom = compute_score if compute_score is not None else _load_custom(config)
+        if config.overlong_buffer.enable and max_response_length is None:
+            raise RewardError(
+                "max_response_length must be given while reward.overlong_buffer.enable is true, got None; pass it"
+            )
+        self._config, self._tokenizer, self._max_response_length = config, tokenizer, max_response_length
+        self._custom = custom_function(config, compute_score)
+        self._built_in = (
+            BuiltInScorers(config.custom_reward_function.reward_kwargs, config.num_workers)
+            if self._custom is None
+            else None
+        )
+        self._pace = Pace(config.max_rpm)
+        self._model_pace = Pace(config.max_rpm)
+        self._model = None
+        if config.reward_model.url is not None:
+            # Only here, since httpx takes its time to load.
+            from ostinato_trainer.reward_model import RewardModel
+
+            self._model = RewardModel(config.reward_model, max_connections=config.num_workers, pace=self._model_pace)
         self._slots = asyncio.Semaphore(config.num_workers)
-        for function in [self._custom] if self._custom is not None else dict.fromkeys(SCORERS.values()):
-            _check_signature(function, self._kwargs)
         self.check_data_sources(data_sources)
 
     def check_data_sources(self, data_sources: Iterable[str | None]) -> None:
@@ -77,10 +81,10 @@ class RewardManager:
 
         Raises:
             RewardError: a data source without a scorer, while no function of the user's own is configured.
+            MissingExtraError: a scorer needs what is not installed.
         """
-        if self._custom is None:
-            for data_source in data_sources:
-                scorer_for(data_source)
+        if self._built_in is not None and self._config.combine.score:
+            self._built_in.check(data_sources)
 
     async def __call__(self, row: Mapping[str, Any], outputs: Sequence[AgentLoopOutput]) -> RewardResult:
         """Score one trajectory.
@@ -94,26 +98,75 @@ class RewardManager:
         """
         if not outputs:
             raise RewardError("outputs must hold at least one segment, got none; a trajectory without any has no score")
-        data_source = row.get("data_source")
-        function = self._custom if self._custom is not None else scorer_for(data_source)
-        call = partial(function, **self._arguments(row, outputs), **self._kwargs)
-        name = getattr(function, "__name__", type(function).__name__)
-        if function in SCORERS.values():
-            answer = _called(call, name)
+        arguments = self._arguments(row, outputs)
+        parts: dict[str, Any] = {name: arguments["extra_info"][name] for name in _TURNS_OF_TOOLS}
+        extra: dict[str, Any] = {}
+        if self._config.combine.score:
+            parts["score"], extra = await self._outcome(arguments)
+        if self._config.combine.reward_model:
+            parts["reward_model"] = await self._of_model(row, arguments, outputs[-1])
+        if is_score_alone(self._config):
+            return RewardResult(score=parts["score"], extra=extra)
+        total, named = combined(
+            self._config,
+            parts,
+            num_tokens=sum(len(output.response_ids) for output in outputs),
+            max_tokens=self._max_response_length,
+        )
+        if taken := named.keys() & extra.keys():
+            raise RewardError(
+                f"a reward function must not return the key {min(taken)}, the name of a part of the reward; rename it"
+            )
+        return RewardResult(score=total, extra={**extra, **named})
+
+    async def aclose(self) -> None:
+        """End processes and connections."""
+        for part in (self._custom, self._built_in, self._model):
+            if part is not None:
+                await part.aclose()
+
+    async def _outcome(self, arguments: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+        """The function's or scorer's answer: the score and the rest."""
+        if self._custom is not None:
+            function = self._custom
+            return _result(
+                await self._within_limits(lambda: function(arguments), function.name, self._pace), function.name
+            )
+        scorer = self._built_in
+        assert scorer is not None
+        if not scorer.runs_on_loop(arguments["data_source"]):
+            answer = await self._within_limits(lambda: scorer(arguments), scorer.name, None)
         else:
-            answer = await self._with_deadline(call, function, name)
-        return _result(answer, name)
+            try:
+                answer = await scorer(arguments)
+            except RewardError:
+                raise
+            except Exception as error:
+                raise RewardError(raised_text(scorer.name, error)) from error
+        return _result(answer, scorer.name)
+
+    async def _of_model(self, row: Mapping[str, Any], arguments: Mapping[str, Any], last: AgentLoopOutput) -> float:
+        from ostinato_trainer.reward_model import conversation, template_values
+
+        model, prompt = self._model, row.get("raw_prompt")
+        if model is None:
+            raise RewardError(
+                "reward.reward_model.url must be given while reward.combine.reward_model is not 0, got null; write it"
+            )
+        messages = last.extra_fields.get("messages") or conversation(prompt, arguments["solution_str"])
+        values = template_values(arguments, prompt)
+        return await self._within_limits(lambda: model(messages, values), model.name, self._model_pace)
 
     def _arguments(self, row: Mapping[str, Any], outputs: Sequence[AgentLoopOutput]) -> dict[str, Any]:
         last = outputs[-1]
         response = self._tokenizer.decode(last.response_ids, skip_special_tokens=True)
-        sampled = response if all(last.response_mask) else self._sampled_text(last)
         extra_info = {
             **(row.get("extra_info") or {}),
             "num_turns": last.num_turns,
             "turn_scores": last.extra_fields.get("turn_scores", []),
             "tool_rewards": last.extra_fields.get("tool_rewards", []),
-            "sampled_text": sampled,
+            "tool_state_rewards": last.extra_fields.get("tool_state_rewards", {}),
+            "sampled_text": response if all(last.response_mask) else self._sampled_text(last),
         }
         return {
             "data_source": row.get("data_source"),
@@ -129,97 +182,34 @@ class RewardManager:
         turns = [[token_id for _, token_id in run] for sampled, run in runs if sampled]
         return "\n".join(self._tokenizer.decode(turn, skip_special_tokens=True) for turn in turns)
 
-    async def _with_deadline(self, call: Callable[[], Any], function: ComputeScore, name: str) -> Any:
+    async def _within_limits(self, call: Callable[[], Coroutine[Any, Any, Any]], name: str, pace: Pace | None) -> Any:
+        """Await `call()` when there is a place and it is its turn; the deadline counts from then on."""
         timeout_s = self._config.timeout_s
         async with self._slots:
+            if pace is not None:
+                await pace.turn()
             deadline = asyncio.timeout(timeout_s)
             try:
                 async with deadline:
-                    answer = await (call() if _is_async(function) else _in_own_thread(call, name))
-                    return await answer if inspect.isawaitable(answer) else answer
+                    return await call()
+            except RewardError:
+                raise
             except TimeoutError as error:
                 if not deadline.expired():
-                    raise RewardError(_raised_text(name, error)) from error
+                    raise RewardError(raised_text(name, error)) from error
                 raise RewardError(
                     f"{name} must answer within reward.timeout_s={timeout_s:g} s, got no answer; raise it or mend the function"
                 ) from None
             except (Exception, SystemExit) as error:
-                raise RewardError(_raised_text(name, error)) from error
+                raise RewardError(raised_text(name, error)) from error
 
 
-def _load_custom(config: RewardConfig) -> ComputeScore | None:
-    custom = config.custom_reward_function
-    if custom.path is None:
-        return None
-    function = load_object(custom.path, custom.name, key=_CUSTOM, error=RewardError)
-    if not callable(function):
-        raise RewardError(f"{_CUSTOM}.name must be a function, got {custom.name} = {function!r}; name a function")
-    return function
+def _result(answer: Any, name: str) -> tuple[float, dict[str, Any]]:
+    """The score and what else is in an answer.
 
-
-def _check_signature(function: ComputeScore, kwargs: Mapping[str, Any]) -> None:
-    try:
-        inspect.signature(function).bind(**dict.fromkeys((*_ARGUMENTS, *kwargs)))
-    except TypeError as error:
-        name = getattr(function, "__name__", function)
-        wanted = ", ".join((*_ARGUMENTS, *kwargs))
-        raise RewardError(
-            f"{name} must take the arguments {wanted} by name, got {error}; mend its parameters or reward_kwargs"
-        ) from None
-    except ValueError:  # a callable without a readable signature, written in C: its first call will tell
-        return
-
-
-def _is_async(function: ComputeScore) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _called(call: Callable[[], Any], name: str) -> Any:
-    try:
-        return call()
-    except RewardError:
-        raise
-    except Exception as error:
-        raise RewardError(_raised_text(name, error)) from error
-
-
-def _raised_text(name: str, error: BaseException) -> str:
-    return f"{name} must return a score, got {type(error).__name__}: {error}; mend the function or the row"
-
-
-async def _in_own_thread(call: Callable[[], Any], name: str) -> Any:
-    """Run `call` in a daemon thread: one that never returns is left behind and does not keep the program alive."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def settle(answer: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(answer)
-        else:
-            future.set_exception(error)
-
-    def work() -> None:
-        answer, error = None, None
-        try:
-            answer = context.run(call)
-        except StopIteration as cause:  # a future cannot carry it
-            error = RuntimeError(f"StopIteration: {cause}")
-        except BaseException as cause:
-            error = cause
-        if not loop.is_closed():
-            try:
-                loop.call_soon_threadsafe(settle, answer, error)
-            except RuntimeError:
-                logger.warning("%s answered after the event loop had closed", name)
-
-    threading.Thread(target=work, name=f"reward-{next(_thread_numbers)}-{name}", daemon=True).start()
-    return await future
-
-
-def _result(answer: Any, name: str) -> RewardResult:
+    Raises:
+        RewardError: there is no finite score.
+    """
     extra: dict[str, Any] = {}
     value = answer
     if isinstance(answer, Mapping):
@@ -228,14 +218,14 @@ def _result(answer: Any, name: str) -> RewardResult:
             raise RewardError(f"{name} must return a mapping with the key score, got {keys}; add it")
         extra = {str(key): item for key, item in answer.items() if key != "score"}
         value = answer["score"]
-    if value is None or isinstance(value, str | bytes):
-        raise RewardError(f"{name} must return a number or a mapping with score, got {value!r}; return a float")
     try:
+        if value is None or isinstance(value, str | bytes | bytearray):
+            raise TypeError
         score = float(value)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever the conversion of a foreign object raises, it is no number
         raise RewardError(
-            f"{name} must return a number or a mapping with score, got {value!r}; return a float"
+            f"{name} must return a number or a mapping with score, got {value!r:.200}; return a float"
         ) from error
     if not math.isfinite(score):
         raise RewardError(f"{name} must return a finite score, got {score}; raise an error where there is no score")
-    return RewardResult(score=score, extra=extra)
+    return score, extra

@@ -1,19 +1,22 @@
 """Scorers that come with the project, by the row's `data_source`.
 
-Pure functions of text, linear in its length. They read what the policy wrote (`extra_info["sampled_text"]`, where the
+Functions of text, linear in its length. They read what the policy wrote (`extra_info["sampled_text"]`, where the
 reward manager puts it) and not what tools answered, so that a number in a tool's answer earns nothing.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any, Final, Literal
 
 from ostinato_trainer.errors import RewardError
+from ostinato_trainer.math_scorer import MathEquivalence, check_math_verify, score_math, score_math_dapo
+from ostinato_trainer.reward_functions import keywords_of
 
-__all__ = ["SCORERS", "ground_truth_of", "normalized_number", "score_gsm8k", "scorer_for"]
+__all__ = ["SCORERS", "BuiltInScorers", "ground_truth_of", "normalized_number", "score_gsm8k", "scorer_for"]
 
 _NUMBER: Final = r"(?:(?<![\d).])[-+])?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _MARKED: Final = re.compile(r"####[ \t]*(" + _NUMBER + r")")
@@ -96,24 +99,104 @@ def _last(matches: Any, group: int) -> str | None:
     return None if found is None else found.group(group)
 
 
-SCORERS: Final[dict[str, Callable[..., float | dict[str, Any]]]] = {
+SCORERS: Final[dict[str, Callable[..., Any]]] = {
     "openai/gsm8k": score_gsm8k,
     "gsm8k": score_gsm8k,
+    "lighteval/MATH": score_math,
+    "DigitalLearningGmbH/MATH-lighteval": score_math,
+    "HuggingFaceH4/MATH-500": score_math,
+    "math": score_math_dapo,
+    "math_dapo": score_math_dapo,
+    "math_dapo_reasoning": score_math_dapo,
+    "aime": score_math_dapo,
 }
-"""data_source -> scorer. They cost microseconds and run on the event loop."""
+"""data_source -> scorer. Those that are not async cost microseconds and run on the event loop."""
+
+_PREFIXES: Final[dict[str, Callable[..., Any]]] = {"aime": score_math_dapo}
+"""Beginning of a data_source, such as `aime2024` or `aime_2025` -> scorer."""
 
 
-def scorer_for(data_source: str | None) -> Callable[..., float | dict[str, Any]]:
+def scorer_for(data_source: str | None) -> Callable[..., Any]:
     """The scorer of a data source.
 
     Raises:
         RewardError: there is none; the message lists those there are.
     """
-    if data_source is not None and data_source in SCORERS:
-        return SCORERS[data_source]
-    known = ", ".join(sorted(SCORERS))
+    if data_source is not None:
+        if data_source in SCORERS:
+            return SCORERS[data_source]
+        for prefix, scorer in _PREFIXES.items():
+            if data_source.startswith(prefix):
+                return scorer
+    known = ", ".join([*sorted(SCORERS), *(f"{prefix}..." for prefix in _PREFIXES)])
     got = "no data_source" if data_source is None else repr(data_source)
     raise RewardError(
         f"data_source must have a scorer (there are {known}), got {got}; "
         "name your own function by reward.custom_reward_function.path, or mend the column data_source"
     )
+
+
+class BuiltInScorers:
+    """The scorer of each row by its `data_source`, with those of the user's keyword arguments that it takes.
+
+    Args:
+        kwargs: `reward_kwargs`.
+        num_workers: scores at the same time, for those that run in processes.
+
+    Raises:
+        RewardError: no scorer takes one of `kwargs`.
+    """
+
+    name = "the built-in scorer"
+
+    def __init__(self, kwargs: Mapping[str, Any], num_workers: int) -> None:
+        self._kwargs = dict(kwargs)
+        self._equivalence = MathEquivalence(num_workers)
+        self._check_kwargs(SCORERS.values(), "any built-in scorer")
+
+    def check(self, data_sources: Iterable[str | None]) -> None:
+        """Find out before a run whether every kind of row can be scored.
+
+        Raises:
+            RewardError: a data source without a scorer, or a keyword argument that none of theirs takes.
+            MissingExtraError: a scorer needs what is not installed.
+        """
+        scorers = list(dict.fromkeys(scorer_for(data_source) for data_source in data_sources))
+        if scorers:
+            self._check_kwargs(scorers, "the scorers of these rows")
+        if self._kwargs.get("math_verify", True) and any(map(_asks_math_verify, scorers)):
+            check_math_verify()
+
+    def runs_on_loop(self, data_source: str | None) -> bool:
+        """Whether the scorer answers at once, so that it needs neither a place nor a deadline."""
+        return not inspect.iscoroutinefunction(scorer_for(data_source))
+
+    async def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        """Score one row.
+
+        Raises:
+            RewardError: its data source has no scorer, or the row is not what its scorer reads.
+        """
+        scorer = scorer_for(arguments["data_source"])
+        given = keywords_of(scorer, self._kwargs)
+        if _asks_math_verify(scorer):
+            given["equivalent"] = self._equivalence
+        answer = scorer(**arguments, **given)
+        return await answer if inspect.isawaitable(answer) else answer
+
+    async def aclose(self) -> None:
+        """Free what the scorers hold."""
+        await self._equivalence.aclose()
+
+    def _check_kwargs(self, scorers: Iterable[Callable[..., Any]], whose: str) -> None:
+        taken = {name for scorer in scorers for name in keywords_of(scorer, self._kwargs)} - {"equivalent"}
+        for name in self._kwargs:
+            if name not in taken:
+                raise RewardError(
+                    f"reward.custom_reward_function.reward_kwargs must be arguments of {whose}, got {name}; remove it, or name "
+                    "your own function by reward.custom_reward_function.path"
+                )
+
+
+def _asks_math_verify(scorer: Callable[..., Any]) -> bool:
+    return scorer in (score_math, score_math_dapo)
