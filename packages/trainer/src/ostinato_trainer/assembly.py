@@ -21,32 +21,27 @@ from ostinato_rollout import ServerPool, SessionBudget, dumps_on_signal
 from ostinato_rollout.tracing import completed
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens
 from ostinato_tools import ToolExecutor
+from ostinato_trainer.advantages import needs_critic
+from ostinato_trainer.callbacks import StepFunction, load_callbacks
 from ostinato_trainer.chat_template import chat_template_text, write_chat_template
 from ostinato_trainer.checkpoint import CheckpointManager, check_root
 from ostinato_trainer.config import Config
 from ostinato_trainer.config_checks import check_runnable
 from ostinato_trainer.config_loading import to_yaml
+from ostinato_trainer.critic_update import critic_update_settings
 from ostinato_trainer.dataset import PromptDataset, create_dataset
 from ostinato_trainer.interrupts import run_interruptibly
 from ostinato_trainer.local_backend import LocalBackend, LocalBackendOptions
+from ostinato_trainer.local_critic import LocalCritic
 from ostinato_trainer.loggers import Loggers
-from ostinato_trainer.model_files import check_model_folder, load_tokenizer
+from ostinato_trainer.model_files import check_model_folder, check_same_tokenizer, load_tokenizer
 from ostinato_trainer.ppo_trainer import PPOTrainer
 from ostinato_trainer.prompt_loader import PromptLoader
 from ostinato_trainer.rewards import RewardManager
 from ostinato_trainer.rollout_engine import build_pool
 from ostinato_trainer.row_names import check_row_names
-from ostinato_trainer.trainer_parts import TrainerCallback, TrainerParts
-
-
-class _StepFunction:
-    """A callback that hands each step's metrics to a function."""
-
-    def __init__(self, function: Callable[[int, Mapping[str, float]], None]) -> None:
-        self._function = function
-
-    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._function(step, metrics)
+from ostinato_trainer.sampling import sampling_of
+from ostinato_trainer.trainer_parts import Sampling, TrainerParts
 
 
 def run_training(config: Config, *, on_step: Callable[[int, Mapping[str, float]], None] | None = None) -> None:
@@ -63,11 +58,14 @@ def run_training(config: Config, *, on_step: Callable[[int, Mapping[str, float]]
     """
     check_runnable(config)
     check_model_folder(str(config.actor_rollout_ref.model.path))
+    if config.critic.model.path is not None and needs_critic(config.algorithm.adv_estimator):
+        check_model_folder(config.critic.model.path, key="critic.model")
+        check_same_tokenizer(str(config.actor_rollout_ref.model.path), config.critic.model.path)
     check_root(Path(config.trainer.local_dir))
-    run_interruptibly(_run(config, [_StepFunction(on_step)] if on_step else []))
+    run_interruptibly(_run(config, [StepFunction(on_step)] if on_step else []))
 
 
-async def _run(config: Config, callbacks: Sequence[TrainerCallback]) -> None:
+async def _run(config: Config, callbacks: Sequence[object]) -> None:
     seed_all(config.trainer.seed)
     model = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model)
@@ -87,7 +85,10 @@ async def _run(config: Config, callbacks: Sequence[TrainerCallback]) -> None:
         train_rows, batch_size=config.data.train_batch_size, shuffle=config.data.shuffle, seed=config.data_seed
     )
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
+    sampling = sampling_of(config, manager, loader, total_steps=total_steps)
+    own_callbacks = load_callbacks(config.trainer.callbacks)
     backend = LocalBackend.from_pretrained(str(model.path), backend_options(config, total_steps))
+    critic = build_critic(config, total_steps)
     async with AsyncExitStack() as stack:
         stack.enter_context(dumps_on_signal())
         loggers = Loggers.from_config(config)
@@ -98,13 +99,14 @@ async def _run(config: Config, callbacks: Sequence[TrainerCallback]) -> None:
         await pool.start()
         loggers.describe({"versions/trainer": installed_versions(), "versions/engine": pool.servers[0].versions})
         parts = TrainerParts(
-            loader=loader,
+            sampling=sampling,
             val_rows=[] if val_rows is None else [val_rows[index] for index in range(len(val_rows))],
             manager=manager,
             pool=pool,
             backend=backend,
-            checkpoints=RunCheckpoints(Path(config.trainer.local_dir), config, backend, loader),
-            callbacks=[_StepFunction(loggers.log), *callbacks],
+            checkpoints=RunCheckpoints(Path(config.trainer.local_dir), config, backend, sampling, critic),
+            callbacks=[StepFunction(loggers.log), *own_callbacks, *callbacks],
+            critic=critic,
         )
         await PPOTrainer(config, parts, total_steps=total_steps).fit()
 
@@ -154,29 +156,50 @@ def build_manager(
 def backend_options(config: Config, total_steps: int) -> LocalBackendOptions:
     """What the local backend reads of the tree; the schedule counts optimizer steps, not training steps."""
     actor = config.actor_rollout_ref.actor
+    warmup = config.trainer.critic_warmup if needs_critic(config.algorithm.adv_estimator) else 0
     updates_per_step = actor.ppo_epochs * max(1, config.data.train_batch_size // actor.ppo_mini_batch_size)
     return LocalBackendOptions(
         device=config.trainer.device or "auto",
         dtype=actor.dtype,
-        lr=actor.optim.lr,
-        betas=actor.optim.betas,
-        eps=actor.optim.eps,
-        weight_decay=actor.optim.weight_decay,
-        lr_scheduler_type=actor.optim.lr_scheduler_type,
-        lr_warmup_steps=actor.optim.lr_warmup_steps,
-        total_steps=total_steps * updates_per_step,
+        **msgspec.structs.asdict(actor.optim),
+        total_steps=max(1, total_steps - warmup) * updates_per_step,
         grad_clip=actor.grad_clip,
         keep_reference=actor.use_kl_loss,
         max_tokens_per_forward=actor.ppo_max_token_len_per_gpu,
     )
 
 
+def build_critic(config: Config, total_steps: int) -> LocalCritic | None:
+    """The critic, where the advantage estimator reads values; it starts from the policy's files if it has none of its own."""
+    if not needs_critic(config.algorithm.adv_estimator):
+        return None
+    critic, settings = config.critic, critic_update_settings(config)
+    trajectories = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    updates_per_step = settings.epochs * max(1, trajectories // settings.mini_batch_trajectories)
+    options = LocalBackendOptions(
+        device=config.trainer.device or "auto",
+        dtype=critic.dtype or config.actor_rollout_ref.actor.dtype,
+        **msgspec.structs.asdict(critic.optim),
+        total_steps=total_steps * updates_per_step,
+        grad_clip=critic.grad_clip,
+        max_tokens_per_forward=settings.max_tokens,
+    )
+    return LocalCritic.from_pretrained(critic.model.path or str(config.actor_rollout_ref.model.path), options)
+
+
 class RunCheckpoints:
     """Writes what a step's checkpoint holds: a Hugging Face folder, the optimizer, the data's position, the configuration."""
 
-    def __init__(self, directory: Path, config: Config, backend: LocalBackend, loader: PromptLoader) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        config: Config,
+        backend: LocalBackend,
+        sampling: Sampling,
+        critic: LocalCritic | None = None,
+    ) -> None:
         self._manager = CheckpointManager(directory, max_to_keep=config.trainer.max_ckpt_to_keep)
-        self._config, self._backend, self._loader = config, backend, loader
+        self._config, self._backend, self._sampling, self._critic = config, backend, sampling, critic
 
     def save(self, step: int) -> None:
         """Write the checkpoint of `step`, whole or not at all."""
@@ -188,7 +211,9 @@ class RunCheckpoints:
         if template is not None:
             write_chat_template(directory / "huggingface", template)
         self._backend.save(directory / "actor")
-        (directory / "data.json").write_bytes(msgspec.json.encode(self._loader.state_dict()))
+        if self._critic is not None:
+            self._critic.save(directory / "critic")
+        (directory / "data.json").write_bytes(msgspec.json.encode(self._sampling.state_dict()))
         (directory / "config.yaml").write_text(to_yaml(self._config))
 
 

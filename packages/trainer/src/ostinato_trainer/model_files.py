@@ -8,18 +8,38 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from ostinato_tokenization import ChatTokenizer, TokenizationError
 from ostinato_trainer.chat_template import chat_template_text
 from ostinato_trainer.config_actor import ModelConfig
 from ostinato_trainer.errors import ConfigError
 
-__all__ = ["check_model_folder", "load_tokenizer"]
+__all__ = ["check_model_folder", "check_same_tokenizer", "load_tokenizer"]
 
 _KEY: Final = "actor_rollout_ref.model"
 
 
-def check_model_folder(path: str) -> None:
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerModel(msgspec.Struct):
+    vocab: dict[str, int]
+
+
+class _TokenizerJson(msgspec.Struct):
+    model: _TokenizerModel
+    added_tokens: list[_AddedToken] = []
+
+
+def check_model_folder(path: str, key: str = _KEY) -> None:
     """Find out cheaply, and before anything heavy is imported, that no model can be there.
+
+    Args:
+        path: What the configuration names.
+        key: The node of the configuration that names it.
 
     Raises:
         ConfigError: No such folder, or one without config.json; the cure depends on what is there.
@@ -31,15 +51,41 @@ def check_model_folder(path: str) -> None:
     if folder.is_dir():
         found = "a folder without config.json"
         if (folder / "huggingface" / "config.json").is_file():
-            cure = f"write {_KEY}.path={folder / 'huggingface'}"
+            cure = f"write {key}.path={folder / 'huggingface'}"
     elif folder.exists():
         found, cure = "a file", "name the folder that holds config.json, tokenizer.json and the weights"
     else:
         found = "nothing there"
         if path.count("/") == 1 and not path.startswith((".", "/", "~")) and not folder.parent.is_dir():
             found = "no folder of that name"
-            cure = f"models of the hub are downloaded first: hf download {path} --local-dir DIR, then {_KEY}.path=DIR"
-    raise ConfigError(f"{_KEY}.path must be a folder with a Hugging Face model, got {path} ({found}); {cure}")
+            cure = f"models of the hub are downloaded first: hf download {path} --local-dir DIR, then {key}.path=DIR"
+    raise ConfigError(f"{key}.path must be a folder with a Hugging Face model, got {path} ({found}); {cure}")
+
+
+def check_same_tokenizer(policy: str, critic: str) -> None:
+    """Find out that a critic would read the policy's token ids as other tokens; a folder without a tokenizer is trusted.
+
+    Raises:
+        ConfigError: The two folders give an id to different tokens.
+    """
+    ours, theirs = (_token_ids(Path(path).expanduser() / "tokenizer.json") for path in (policy, critic))
+    if ours is None or theirs is None:
+        return
+    different = next((token for token, number in ours.items() if theirs.get(token) != number), None)
+    if different is not None:
+        raise ConfigError(
+            f"critic.model.path must have the policy's tokenizer, got {critic}, where {different!r} is "
+            f"{theirs.get(different, 'no token')} and not {ours[different]}; name a model of the same family"
+        )
+
+
+def _token_ids(file: Path) -> dict[str, int] | None:
+    """Every token of a `tokenizer.json` with its id; None where there is no such file or it is of a kind that is not known."""
+    try:
+        content = msgspec.json.decode(file.read_bytes(), type=_TokenizerJson)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return content.model.vocab | {token.content: token.id for token in content.added_tokens}
 
 
 def load_tokenizer(model: ModelConfig) -> ChatTokenizer:
