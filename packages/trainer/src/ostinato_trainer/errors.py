@@ -49,3 +49,11 @@ class MissingExtraError(TrainerError, ImportError):
 
 class TrainingInterrupted(TrainerError, RuntimeError):
     """Training stopped before its last step for a reason that the message states."""
+
+
+class CallbackError(TrainerError, RuntimeError):
+    """A callback raised; the message names it and what it raised."""
+
+
+class StalledError(TrainerError, TimeoutError):
+    """Nothing happened in a run for as long as `trainer.watchdog.fail_after_s` allows; the message says what it waited for."""

@@ -6,7 +6,9 @@ when the step began.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import torch
 
 from ostinato_agent_loop import Trajectory
 from ostinato_trainer.advantages import AdvantageOptions, with_advantages
@@ -33,6 +35,14 @@ def batch_of(trajectories: Sequence[Trajectory], *, step: int) -> Batch:
     return Batch.from_segments(segments)
 
 
+def with_baselines(batch: Batch, greedy: Mapping[str, Trajectory]) -> Batch:
+    """The batch with the column `baselines`: for each trajectory the reward of the greedy one of its group; as it is where there are none."""
+    if not greedy:
+        return batch
+    rewards = [reward.score for group_id in batch.group_ids if (reward := greedy[group_id].reward) is not None]
+    return batch.with_columns(baselines=torch.tensor(rewards, dtype=torch.float64)[batch.trajectory_group])
+
+
 def prepare_batch(
     batch: Batch, config: Config, parts: TrainerParts, clock: Stopwatch
 ) -> tuple[Batch, dict[str, float]]:
@@ -42,7 +52,7 @@ def prepare_batch(
         batch: Of `batch_of`.
         config: The whole tree.
         parts: Whose backend is asked.
-        clock: Gets the phases `old_log_prob`, `ref` and `adv`.
+        clock: Gets the phases `old_log_prob`, `ref`, `values` and `adv`.
     """
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
     temperature = config.actor_rollout_ref.rollout.temperature
@@ -53,6 +63,9 @@ def prepare_batch(
         with clock("ref"):
             reference = parts.backend.log_probs(batch, temperature=temperature, reference=True)
             batch = batch.with_columns(ref_log_probs=reference)
+    if parts.critic is not None:
+        with clock("values"):
+            batch = batch.with_columns(values=parts.critic.values(batch))
     with clock("adv"):
         options = AdvantageOptions(norm_by_std=algorithm.norm_adv_by_std_in_grpo)
         batch = with_advantages(batch, algorithm.adv_estimator, options)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -21,16 +21,28 @@ from ostinato_trainer.backend import LossOutput, OptimizerStats, TrainingBackend
 from ostinato_trainer.batch import Batch
 
 
-class PromptStream(Protocol):
-    """An endless, resumable stream of batches of dataset rows."""
+class Sampling(Protocol):
+    """Gives each step its trajectories; `sampling` has ours."""
 
     @property
     def epoch(self) -> int:
-        """Epoch of the next batch, from 0."""
+        """Epoch of the rows that come next, from 0."""
         ...
 
-    def next_batch(self) -> list[dict]:
-        """The next `data.train_batch_size` rows."""
+    async def next_step(self, step: int) -> RolloutBatch:
+        """The trajectories of a step's groups, failed ones in their places, and what sampling them cost."""
+        ...
+
+    async def aclose(self) -> None:
+        """End what is under way."""
+        ...
+
+    def state_dict(self) -> dict:
+        """Where it stands; plain values."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where `state_dict` stood; before the first step only."""
         ...
 
 
@@ -71,14 +83,6 @@ class Manager(Protocol):
         ...
 
 
-class TrainerCallback(Protocol):
-    """What a run can be watched through; called in the loop, so it should return soon."""
-
-    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """After a step was trained, its weights sent and its metrics known."""
-        ...
-
-
 class CheckpointWriter(Protocol):
     """Writes the state of a step, whole or not at all."""
 
@@ -91,13 +95,14 @@ class CheckpointWriter(Protocol):
 class TrainerParts:
     """The components of a run; `assembly` builds them from a configuration."""
 
-    loader: PromptStream
+    sampling: Sampling
     val_rows: Sequence[Mapping]
     manager: Manager
     pool: ServerPool
     backend: TrainingBackend
     checkpoints: CheckpointWriter
-    callbacks: Sequence[TrainerCallback] = ()
+    callbacks: Sequence[object] = ()
+    """Each with some of the methods of `TrainerCallback`."""
     critic: Critic | None = None
     """Where the advantage estimator needs values."""
 
@@ -106,6 +111,8 @@ class TrainerParts:
 class Stopwatch:
     """Seconds by phase, under the field's names `timing_s/...`."""
 
+    phase: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    """Is entered with each phase; a watchdog's."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
@@ -113,6 +120,7 @@ class Stopwatch:
         """Add the time of the block to `phase`."""
         begin = time.perf_counter()
         try:
-            yield
+            with self.phase(phase):
+                yield
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
