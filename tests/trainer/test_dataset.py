@@ -109,14 +109,18 @@ def test_template_variables_count_too(tmp_path: Path) -> None:
                 RLHFDataset(file, config=config, tokenizer=tokenizer)
 
 
-def test_an_overlong_prompt_is_an_error_by_default(tmp_path: Path) -> None:
-    """truncation=error names the row, both lengths and what to write."""
-    dataset = make(jsonl(tmp_path, [row("a"), row("long " * 50)]), max_prompt_length=20)
-    assert dataset[0]["raw_prompt"][0]["content"] == "a"
-    with pytest.raises(
-        DatasetError, match=r"line 2: prompt must have at most data.max_prompt_length=20 tokens, got \d+"
-    ):
-        dataset[1]
+def test_overlong_prompts_are_an_error_before_the_first_step(tmp_path: Path) -> None:
+    """truncation=error names the first such row, how many there are, and the limit that would do, when the dataset is made."""
+    file = jsonl(tmp_path, [row("a"), row("long " * 50), row("long " * 60), row("long " * 40)])
+    with pytest.raises(DatasetError) as caught:
+        make(file, max_prompt_length=20)
+    longest = len(TOKENIZER.encode_chat(row("long " * 60)["prompt"]))
+    expected = (
+        f"{file}, line 2: prompt must have at most data.max_prompt_length=20 tokens",
+        f"2 further rows with up to {longest}; write data.max_prompt_length={longest}",
+    )
+    assert all(part in str(caught.value) for part in expected), caught.value
+    assert len(make(file, max_prompt_length=longest)) == 4
 
 
 @pytest.mark.parametrize("side", ["left", "right", "middle"])

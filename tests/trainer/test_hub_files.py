@@ -11,7 +11,7 @@ from ostinato_trainer.errors import DatasetError
 @pytest.mark.parametrize("url", ["hf://x", "hf://datasets/owner/name", "hf://datasets/owner", "hf://models/a/b/c.json"])
 def test_another_form_of_address_is_refused(url: str) -> None:
     """An address that names no file of a dataset is an error that shows the form; nothing is fetched."""
-    with pytest.raises(DatasetError, match="hf://datasets/OWNER/NAME/FILE"):
+    with pytest.raises(DatasetError, match=r"hf://datasets/OWNER/NAME\[@REVISION\]/FILE"):
         open_data_file(url)
 
 

@@ -2,11 +2,16 @@
 
 Parquet stores mappings of different shapes as one struct, in which absent keys come back as null: those are removed, so
 that a row has again the keys it was written with. A null that its author meant survives in json and jsonl files and in
-columns that hold JSON text. Knows nothing of prompts or tokens.
+columns that hold JSON text. Rows stay encoded until they are asked for: a parquet file as columns in memory, a json array
+as text, JSON lines in their file, which therefore must not change while a run reads it. Knows nothing of prompts or tokens.
 """
 
 from __future__ import annotations
 
+import codecs
+import hashlib
+import os
+from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -17,12 +22,14 @@ import pyarrow.parquet as pq
 
 from ostinato_trainer.errors import DatasetError
 from ostinato_trainer.hub_files import HUB_SCHEME, fetch_hub_file
+from ostinato_trainer.json_rows import decoded_json_row, repeated_json_key
 
-__all__ = ["DataFile", "open_data_file", "without_filled_keys"]
+__all__ = ["DataFile", "as_mapping", "open_data_file", "parsed_json_text", "without_filled_keys"]
 
 _SUFFIXES: Final = (".parquet", ".json", ".jsonl")
+_COMPRESSED: Final = (".gz", ".zst", ".bz2", ".xz", ".zip")
+_OTHER_UNICODE: Final = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _CHUNK_ROWS: Final = 1024
-_UTF8_BOM: Final = b"\xef\xbb\xbf"
 
 
 class DataFile(Protocol):
@@ -30,6 +37,8 @@ class DataFile(Protocol):
 
     name: str
     """What the user wrote for the file."""
+    digest: str
+    """Hash of the file's content, in hex."""
 
     def __len__(self) -> int: ...
 
@@ -38,7 +47,7 @@ class DataFile(Protocol):
         ...
 
     def rows(self) -> Iterator[dict[str, Any] | DatasetError]:
-        """All rows in order; a row that cannot be decoded comes as the error that `row` would raise."""
+        """All rows in order, looked at more closely than by `row`; a bad one comes as the error that names it."""
         ...
 
     def place(self, index: int) -> str:
@@ -47,25 +56,36 @@ class DataFile(Protocol):
 
 
 def open_data_file(name: str) -> DataFile:
-    """Open a local path or `hf://datasets/OWNER/NAME/FILE`.
+    """Open a local path or `hf://datasets/OWNER/NAME[@REVISION]/FILE`.
 
     Raises:
         DatasetError: no such file, a form that is not read, content that is not of that form, or no rows.
     """
     path = fetch_hub_file(name) if name.startswith(HUB_SCHEME) else Path(name).expanduser()
     if path.is_dir():
-        raise DatasetError(f"a data file must be a file, got the folder {name}; name the files in it")
+        raise DatasetError(f"a data file must be a file, got the folder {name}; write {name.rstrip('/')}/*.parquet")
     if not path.exists():
         raise DatasetError(f"a data file must exist, got {name}; check data.train_files and data.val_files")
     if path.suffix not in _SUFFIXES:
-        raise DatasetError(f"a data file must end with {', '.join(_SUFFIXES)}, got {name}; convert or rename it")
+        cure = "unpack it" if path.suffix in _COMPRESSED else "convert or rename it"
+        raise DatasetError(f"a data file must end with {', '.join(_SUFFIXES)}, got {name}; {cure}")
     try:
-        file = _ParquetFile(name, path) if path.suffix == ".parquet" else _JsonFile(name, path)
+        file = _opened(name, path)
     except OSError as error:
         raise DatasetError(f"{name} must be readable: {error.strerror or error}; check its permissions") from error
     if not len(file):
         raise DatasetError(f"{name} must hold at least one row, got none; check how it was written")
     return file
+
+
+def _opened(name: str, path: Path) -> DataFile:
+    if path.suffix == ".parquet":
+        return _ParquetFile(name, path)
+    with path.open("rb") as stream:
+        start = stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
+    if start.startswith(_OTHER_UNICODE):
+        raise DatasetError(f"{name} must be UTF-8, got UTF-16; convert it, for example: iconv -f UTF-16 -t UTF-8")
+    return _JsonArray(name, path) if path.suffix == ".json" and start.startswith(b"[") else _JsonLines(name, path)
 
 
 def without_filled_keys(value: Any) -> Any:
@@ -86,13 +106,18 @@ def without_filled_keys(value: Any) -> Any:
 class _ParquetFile:
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
+        self.digest = _content_digest(path)
         try:
-            self._table: pa.Table = pq.read_table(path).combine_chunks()
+            # Not read_table, which invents columns for folders named KEY=VALUE.
+            self._table = _in_few_chunks(pq.ParquetFile(path).read())
         except (pa.ArrowException, ValueError) as error:
             reason = " ".join(str(error).split())
             raise DatasetError(
                 f"{name} must be a parquet file, got something else ({reason}); write it anew"
             ) from error
+        repeated = _repeated_name(self._table.schema)
+        if repeated is not None:
+            raise DatasetError(f"{name} must have each column once, got {repeated} more than once; write it anew")
 
     def __len__(self) -> int:
         return self._table.num_rows
@@ -102,62 +127,147 @@ class _ParquetFile:
 
     def rows(self) -> Iterator[dict[str, Any] | DatasetError]:
         for start in range(0, len(self), _CHUNK_ROWS):
-            for row in self._decode(self._table.slice(start, _CHUNK_ROWS), start):
-                yield without_filled_keys(row)
+            try:
+                rows = self._decode(self._table.slice(start, _CHUNK_ROWS), start)
+            except DatasetError:  # find out which of them it is
+                yield from (self._row_or_error(index) for index in range(start, min(start + _CHUNK_ROWS, len(self))))
+            else:
+                yield from map(without_filled_keys, rows)
 
     def place(self, index: int) -> str:
         return f"{self.name}, row {index + 1}"
 
+    def _row_or_error(self, index: int) -> dict[str, Any] | DatasetError:
+        try:
+            return self.row(index)
+        except DatasetError as error:
+            return error
+
     def _decode(self, part: pa.Table, index: int) -> list[dict[str, Any]]:
         try:
             return part.to_pylist()
-        except (pa.ArrowException, ValueError) as error:
+        except (pa.ArrowException, ValueError, OverflowError) as error:
             raise DatasetError(f"{self.place(index)} must be readable, got {error}; write the file anew") from error
 
 
-class _JsonFile:
-    """A JSON array of objects, or one object a line; kept as text and decoded on access."""
+class _JsonArray:
+    """A JSON array of objects; kept as text."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
-        data = path.read_bytes().removeprefix(_UTF8_BOM)
-        self._by_line = not (path.suffix == ".json" and data.lstrip().startswith(b"["))
-        if self._by_line:
-            numbered = [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
-            self._numbers = [number for number, _ in numbered]
-            self._texts: list[bytes] | list[msgspec.Raw] = [line for _, line in numbered]
-        else:
-            try:
-                self._texts = msgspec.json.decode(data, type=list[msgspec.Raw])
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise DatasetError(
-                    f"{name} must be a JSON array of objects, got {error}; mend or rewrite it"
-                ) from error
-            self._numbers = list(range(1, len(self._texts) + 1))
+        self.digest = _content_digest(path)
+        data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+        try:
+            self._texts = msgspec.json.decode(data, type=list[msgspec.Raw])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DatasetError(f"{name} must be a JSON array of objects, got {error}; mend or rewrite it") from error
 
     def __len__(self) -> int:
         return len(self._texts)
 
     def row(self, index: int) -> dict[str, Any]:
-        try:
-            value = msgspec.json.decode(self._texts[index])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DatasetError(f"{self.place(index)} must be a JSON object, got {error}; mend that row") from None
-        if not isinstance(value, dict):
-            raise DatasetError(
-                f"{self.place(index)} must be a JSON object, got {type(value).__name__}; write one object a row"
-            )
-        return value
+        return decoded_json_row(self._texts[index], self.place(index))
+
+    def rows(self) -> Iterator[dict[str, Any] | DatasetError]:
+        for index, text in enumerate(self._texts):
+            yield _checked_json_row(text, self.place(index))
+
+    def place(self, index: int) -> str:
+        return f"{self.name}, row {index + 1}"
+
+
+class _JsonLines:
+    """One JSON object a line; only where the lines begin is kept. Empty lines are no rows."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name = name
+        self._path = path
+        self._offsets, self._sizes, self._numbers = array("q"), array("q"), array("q")
+        digest = hashlib.blake2b(digest_size=16)
+        with path.open("rb") as stream:
+            self._version = _version(stream.fileno())
+            offset = 0
+            for number, line in enumerate(stream, 1):
+                digest.update(line)
+                mark = len(codecs.BOM_UTF8) if number == 1 and line.startswith(codecs.BOM_UTF8) else 0
+                if line[mark:].strip():
+                    self._offsets.append(offset + mark)
+                    self._sizes.append(len(line) - mark)
+                    self._numbers.append(number)
+                offset += len(line)
+        self.digest = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def row(self, index: int) -> dict[str, Any]:
+        return decoded_json_row(self._text(index), self.place(index))
 
     def rows(self) -> Iterator[dict[str, Any] | DatasetError]:
         for index in range(len(self)):
-            try:
-                yield self.row(index)
-            except DatasetError as error:
-                yield error
+            yield _checked_json_row(self._text(index), self.place(index))
 
     def place(self, index: int) -> str:
-        return f"{self.name}, {'line' if self._by_line else 'row'} {self._numbers[index]}"
+        return f"{self.name}, line {self._numbers[index]}"
+
+    def _text(self, index: int) -> bytes:
+        try:
+            with self._path.open("rb", buffering=0) as stream:
+                if _version(stream.fileno()) != self._version:
+                    raise DatasetError(
+                        f"{self.name} must not change while a run reads it, got another content; start the run anew"
+                    )
+                return os.pread(stream.fileno(), self._sizes[index], self._offsets[index])
+        except OSError as error:
+            raise DatasetError(
+                f"{self.name} must stay readable while a run reads it, got {error}; put it back"
+            ) from error
+
+
+def _checked_json_row(text: bytes | msgspec.Raw, place: str) -> dict[str, Any] | DatasetError:
+    try:
+        row = decoded_json_row(text, place)
+    except DatasetError as error:
+        return error
+    repeated = repeated_json_key(bytes(text))
+    if repeated is not None:
+        return DatasetError(f"{place}: {repeated} must be there once, got it more than once in an object; remove one")
+    return row
+
+
+def _version(descriptor: int) -> tuple[int, int]:
+    """What changes when a file is written to: size and time."""
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
+
+
+def _content_digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _in_few_chunks(table: pa.Table) -> pa.Table:
+    """The table so that single rows are found quickly; as it is where that would make a column too large for its offsets."""
+    try:
+        return table.combine_chunks()
+    except pa.ArrowInvalid:
+        return table
+
+
+def _repeated_name(fields: pa.Schema | pa.StructType) -> str | None:
+    """The first name that stands twice among the columns, or among the fields of a struct below them."""
+    seen: set[str] = set()
+    for field in fields:
+        if field.name in seen:
+            return field.name
+        seen.add(field.name)
+        kind = field.type
+        while pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            kind = kind.value_type
+        below = _repeated_name(kind) if pa.types.is_struct(kind) else None
+        if below is not None:
+            return f"{field.name}.{below}"
+    return None
 
 
 def parsed_json_text(value: Any, kind: type) -> Any:
@@ -166,7 +276,7 @@ def parsed_json_text(value: Any, kind: type) -> Any:
         return value
     try:
         parsed = msgspec.json.decode(value)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return value
     return parsed if isinstance(parsed, kind) else value
 

@@ -1,15 +1,18 @@
 """Rows as agents get them: `RLHFDataset`.
 
-Every row is checked when the dataset is made, so that a run does not stop at step 300 for what was wrong from the start;
-rows are decoded again on access, so that nothing an agent changes reaches another trajectory. Order and batches are
-`prompt_loader`'s.
+Every row is checked and every prompt counted when the dataset is made, so that a run does not stop at step 300 for what was
+wrong from the start; rows are decoded again on access, so that nothing an agent changes reaches another trajectory. Order
+and batches are `prompt_loader`'s.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -17,19 +20,26 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ostinato_tokenization import ChatTokenizer
+from ostinato_trainer.bad_rows import BadRow, log_bad_rows
 from ostinato_trainer.config_data import DataConfig
-from ostinato_trainer.custom_code import load_object
-from ostinato_trainer.data_files import DataFile, open_data_file
+from ostinato_trainer.count_workers import Prompt
+from ostinato_trainer.custom_code import load_object, place_of
+from ostinato_trainer.data_files import open_data_file
+from ostinato_trainer.data_paths import data_file_names
 from ostinato_trainer.errors import DatasetError
-from ostinato_trainer.prompt_length import PromptLength
+from ostinato_trainer.fingerprint import DataFingerprint, rows_digest
+from ostinato_trainer.length_cache import LengthCache, cache_folder
+from ostinato_trainer.prompt_counter import PromptCounter, default_num_workers
+from ostinato_trainer.prompt_length import PromptLength, without_longest_text
+from ostinato_trainer.row_sample import RowSample
 from ostinato_trainer.rows import check_row, row_item
 
-__all__ = ["BadRow", "PromptDataset", "RLHFDataset", "ToolSchemas", "create_dataset"]
+__all__ = ["BadRow", "PromptDataset", "RLHFDataset", "RowSample", "ToolSchemas", "create_dataset"]
 
 logger = logging.getLogger(__name__)
 
-_NUM_LISTED = 10
-"""Skipped rows that are listed in the log; all of them are in `bad_rows`."""
+_WORTH_CACHING = 2000
+"""Rows from which on their lengths are kept on disk: fewer are counted in less time than it takes to look them up."""
 
 ToolSchemas = Callable[[Mapping[str, Any]], Sequence[dict] | None]
 """The tools that the agent of a row shows to the model, as the rollout will; None where it shows none."""
@@ -43,23 +53,16 @@ class PromptDataset(Protocol):
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
 
-class BadRow(Struct, frozen=True):
-    """A row that was left out because of `data.skip_bad_rows`."""
-
-    place: str
-    """File and row."""
-    problem: str
-    """Field, what it must be, what it was."""
-
-
 class RLHFDataset:
     """Prompts with what their agents, tools and rewards need.
 
     Args:
-        data_files: one path or several; parquet, json or jsonl; local or `hf://datasets/OWNER/NAME/FILE`.
+        data_files: one path or several, which may be patterns; parquet, json or jsonl; local or
+            `hf://datasets/OWNER/NAME[@REVISION]/FILE`.
         config: the node `data`.
         tokenizer: the policy's chat tokenizer, for lengths.
         tool_schemas: the tools of a row, which count towards the length of its prompt.
+        sample: which rows are looked at; None: all.
 
     Raises:
         DatasetError: a file or a row is not as it must be; the message names file, row, field and cure.
@@ -72,8 +75,9 @@ class RLHFDataset:
         config: DataConfig,
         tokenizer: ChatTokenizer,
         tool_schemas: ToolSchemas | None = None,
+        sample: RowSample | None = None,
     ) -> None:
-        names = [data_files] if isinstance(data_files, str) else list(data_files)
+        names = data_file_names([data_files] if isinstance(data_files, str) else list(data_files))
         if not names:
             raise DatasetError("data_files must name at least one file, got none; set data.train_files")
         self.config = config
@@ -81,131 +85,210 @@ class RLHFDataset:
         """Rows that were left out, in order."""
         self.num_overlong = 0
         """Rows that `data.filter_overlong_prompts` dropped."""
-        self._tool_schemas = tool_schemas
-        self._length = PromptLength(tokenizer, config.apply_chat_template_kwargs, config.max_prompt_length)
-        self._files = [open_data_file(name) for name in names]
-        self._num_cut = 0
-        data_sources: dict[str | None, None] = {}
         self.agent_places: dict[str | None, str] = {}
         """The different values of agent_name, None for rows without it, and the first row that has it."""
         self.tool_places: dict[tuple[str | None, str], str] = {}
         """Pairs of agent_name and a tool that a row names, and the first row that has it."""
-        self._places: list[tuple[DataFile, int]] = []
-        for file, index, item in self._checked_rows():
-            self._places.append((file, index))
-            data_sources[item.get("data_source")] = None
-            self._note_names(item, file, index)
-        self.data_sources = tuple(data_sources)
-        """The different values of data_source, None for rows without it."""
-        self.agent_names = tuple(self.agent_places)
-        """The different values of agent_name, None for rows without it."""
-        self._fits = bytearray([config.filter_overlong_prompts]) * len(self._places)
-        """Rows whose prompt is known to be short enough, so that it is counted once and not in every epoch."""
-        self._report(names)
+        self._tool_schemas = tool_schemas
+        self._length = PromptLength(tokenizer, config.apply_chat_template_kwargs, config.max_prompt_length)
+        self._files = [open_data_file(name) for name in names]
+        self._ends = list(accumulate(len(file) for file in self._files))
+        self._data_sources: dict[str | None, None] = {}
+        self._numbers, self._lengths = array("q"), array("q")
+        self._bad: list[tuple[int, str]] = []
+        with PromptCounter(
+            self._length,
+            num_workers=config.filter_overlong_prompts_workers or default_num_workers(),
+            cache=_cache(config, tokenizer) if self._num_used(sample) >= _WORTH_CACHING else None,
+        ) as counter:
+            self._read(counter, sample)
+            self._check_overlong(counter)
+        self.bad_rows = [BadRow(self._place(number), problem) for number, problem in sorted(self._bad)]
+        self._report(names, counter.num_counted)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._numbers)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The fields of row `index`; see `rows.row_item`.
+        """The fields of row `index`; see `rows.row_item`. A prompt that is too long comes cut, as `data.truncation` says.
 
         Raises:
             IndexError: beyond the end.
-            DatasetError: the prompt is too long and `data.truncation` is error.
         """
-        file, row_index = self._places[index]
-        position = index if index >= 0 else index + len(self)
-        item = row_item(file.row(row_index), self.config, position)
-        if self._fits[position]:
-            return item
-        tools = self._tools(item)
-        try:
-            num_tokens = self._length.count(item["raw_prompt"], tools)
-            if num_tokens <= self.config.max_prompt_length:
-                self._fits[position] = True
-            else:
-                item["raw_prompt"] = self._fitted(item["raw_prompt"], tools, num_tokens, file.place(row_index))
-        except DatasetError as error:
-            raise DatasetError(f"{file.place(row_index)}: {error}") from error
+        number = self._numbers[index]
+        item = self._item(number)
+        if self._lengths[index] > self.config.max_prompt_length and self.config.truncation != "error":
+            item["raw_prompt"] = self._length.shortened(
+                item["raw_prompt"], self._tools(item, number), self.config.truncation
+            )
         return item
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[index] for index in range(len(self)))
 
-    def _tools(self, item: Mapping[str, Any]) -> Sequence[dict] | None:
-        return None if self._tool_schemas is None else self._tool_schemas(item)
+    @property
+    def data_sources(self) -> tuple[str | None, ...]:
+        """The different values of data_source, None for rows without it."""
+        return tuple(self._data_sources)
 
-    def _checked_rows(self) -> Iterator[tuple[DataFile, int, dict[str, Any]]]:
-        """Rows that are right and not too long, with their place; the others are raised, counted or dropped."""
-        total = sum(len(file) for file in self._files)
+    @property
+    def agent_names(self) -> tuple[str | None, ...]:
+        """The different values of agent_name, None for rows without it."""
+        return tuple(self.agent_places)
+
+    @property
+    def prompt_lengths(self) -> Sequence[int]:
+        """Tokens of each prompt, before any cut, tools and generation prompt included."""
+        return self._lengths
+
+    @property
+    def fingerprint(self) -> DataFingerprint:
+        """What the rows are, whatever their files are called."""
+        files = [(file.name, file.digest) for file in self._files]
+        return DataFingerprint(files=files, rows=rows_digest(self._numbers))
+
+    def _read(self, counter: PromptCounter, sample: RowSample | None) -> None:
+        """Keep the rows that are right and not too long; the others are raised, or left out and counted."""
         console = Console(stderr=True)
+        total = self._num_used(sample)
+        chosen = None if sample is None or total == self._ends[-1] else sample.chosen(self._ends[-1])
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-            task = progress.add_task("reading rows", total=total)
-            for file in self._files:
-                for index, row in enumerate(file.rows()):
-                    progress.advance(task)
-                    item = self._checked_item(file, index, row)
-                    if item is not None:
-                        yield file, index, item
+            task = progress.add_task("counting prompt tokens", total=total)
+            for row, length in counter.measured(self._right_rows(chosen)):
+                progress.advance(task)
+                if isinstance(length, str):
+                    self._leave_out(row.number, length)
+                elif self.config.filter_overlong_prompts and length > self.config.max_prompt_length:
+                    self.num_overlong += 1
+                else:
+                    self._numbers.append(row.number)
+                    self._lengths.append(length)
+                    self._note_names(row)
 
-    def _checked_item(self, file: DataFile, index: int, row: dict[str, Any] | DatasetError) -> dict[str, Any] | None:
-        if isinstance(row, DatasetError):
-            return self._bad(file.place(index), str(row).removeprefix(file.place(index)).lstrip(), row)
-        problem = check_row(row, self.config)
-        if problem is not None:
-            return self._bad(file.place(index), problem, None)
-        item = row_item(row, self.config, len(self._places))
-        if self.config.filter_overlong_prompts:
+    def _num_used(self, sample: RowSample | None) -> int:
+        return self._ends[-1] if sample is None else min(sample.num_rows, self._ends[-1])
+
+    def _right_rows(self, chosen: Sequence[int] | None) -> Iterator[tuple[_Row, Prompt]]:
+        for number, row in self._raw_rows(chosen):
+            if isinstance(row, DatasetError):
+                self._leave_out(number, str(row))
+                continue
+            problem = check_row(row, self.config)
+            if problem is not None:
+                self._leave_out(number, problem)
+                continue
+            item = row_item(row, self.config, number)
+            prompt = item["raw_prompt"], self._tools(item, number)
+            yield _Row(number, item.get("agent_name"), item.get("data_source"), _tools_named(item)), prompt
+
+    def _raw_rows(self, chosen: Sequence[int] | None) -> Iterator[tuple[int, dict[str, Any] | DatasetError]]:
+        if chosen is None:
+            yield from enumerate(row for file in self._files for row in file.rows())
+            return
+        for number in chosen:
             try:
-                num_tokens = self._length.count(item["raw_prompt"], self._tools(item))
+                yield number, self._raw_row(number)
             except DatasetError as error:
-                return self._bad(file.place(index), str(error), error)
-            if num_tokens > self.config.max_prompt_length:
-                self.num_overlong += 1
-                return None
-        return item
+                yield number, error
 
-    def _note_names(self, item: Mapping[str, Any], file: DataFile, index: int) -> None:
+    def _raw_row(self, number: int) -> dict[str, Any]:
+        file = bisect_right(self._ends, number)
+        return self._files[file].row(number - (self._ends[file - 1] if file else 0))
+
+    def _place(self, number: int) -> str:
+        file = bisect_right(self._ends, number)
+        return self._files[file].place(number - (self._ends[file - 1] if file else 0))
+
+    def _item(self, number: int) -> dict[str, Any]:
+        return row_item(self._raw_row(number), self.config, number)
+
+    def _tools(self, item: Mapping[str, Any], number: int) -> Sequence[dict] | None:
+        if self._tool_schemas is None:
+            return None
+        try:
+            return self._tool_schemas(item)
+        except Exception as error:  # no such agent or tool; or whatever the function of a user does
+            raise DatasetError(f"{self._place(number)}: {error}") from error
+
+    def _note_names(self, row: _Row) -> None:
         """Keep the place of the first row that names an agent or a tool."""
-        agent = item.get("agent_name")
-        if agent not in self.agent_places:
-            self.agent_places[agent] = file.place(index)
-        selected = item["extra_info"].get("tool_selection")
-        for tool in (*item["tools_kwargs"], *(selected if isinstance(selected, list) else ())):
-            if (agent, tool) not in self.tool_places:
-                self.tool_places[agent, tool] = file.place(index)
+        self._data_sources[row.data_source] = None
+        if row.agent not in self.agent_places:
+            self.agent_places[row.agent] = self._place(row.number)
+        for tool in row.tools:
+            if (row.agent, tool) not in self.tool_places:
+                self.tool_places[row.agent, tool] = self._place(row.number)
 
-    def _bad(self, place: str, problem: str, cause: Exception | None) -> None:
+    def _leave_out(self, number: int, problem: str) -> None:
+        place = self._place(number)
+        problem = problem.removeprefix(place).removeprefix(":").lstrip()
         if not self.config.skip_bad_rows:
-            raise DatasetError(f"{place}: {problem} (data.skip_bad_rows=true leaves such rows out)") from cause
-        self.bad_rows.append(BadRow(place, problem))
+            raise DatasetError(f"{place}: {problem} (data.skip_bad_rows=true leaves such rows out)")
+        self._bad.append((number, problem))
 
-    def _fitted(self, messages: list[dict], tools: Sequence[dict] | None, num_tokens: int, place: str) -> list[dict]:
-        side = self.config.truncation
-        if side == "error":
+    def _check_overlong(self, counter: PromptCounter) -> None:
+        """Refuse prompts that are too long, or that no cut makes short enough."""
+        limit = self.config.max_prompt_length
+        overlong = [index for index, length in enumerate(self._lengths) if length > limit]
+        if not overlong:
+            return
+        first = self._place(self._numbers[overlong[0]])
+        if self.config.truncation == "error":
+            longest = max(self._lengths)
+            others = f", and {len(overlong) - 1} further rows with up to {longest}" if len(overlong) > 1 else ""
             raise DatasetError(
-                f"prompt must have at most data.max_prompt_length={self.config.max_prompt_length} tokens, got "
-                f"{num_tokens}; raise it, or write data.filter_overlong_prompts=true or data.truncation=middle"
+                f"{first}: prompt must have at most data.max_prompt_length={limit} tokens, got "
+                f"{self._lengths[overlong[0]]}{others}; write data.max_prompt_length={longest}, "
+                "data.filter_overlong_prompts=true or data.truncation=middle"
             )
-        if not self._num_cut:
-            logger.warning("%s: the prompt has %d tokens and is cut (data.truncation=%s)", place, num_tokens, side)
-        self._num_cut += 1
-        return self._length.shortened(messages, tools, side)
+        logger.warning(
+            "%d prompts are longer than %d tokens and are cut (data.truncation=%s); the first is %s",
+            *(len(overlong), limit, self.config.truncation, first),
+        )
+        shortest = counter.measured((index, self._shortest(self._numbers[index])) for index in overlong)
+        hopeless = {index for index, length in shortest if isinstance(length, str) or length > limit}
+        for index in sorted(hopeless):
+            self._leave_out(self._numbers[index], self._length.too_long_to_cut)
+        kept = [index for index in range(len(self._numbers)) if index not in hopeless]
+        self._numbers = array("q", [self._numbers[index] for index in kept])
+        self._lengths = array("q", [self._lengths[index] for index in kept])
 
-    def _report(self, names: Sequence[str]) -> None:
-        if self.bad_rows:
-            listed = "\n".join(f"  {bad.place}: {bad.problem}" for bad in self.bad_rows[:_NUM_LISTED])
-            more = len(self.bad_rows) - _NUM_LISTED
-            rest = f"\n  and {more} more" if more > 0 else ""
-            logger.warning("left out %d bad rows:\n%s%s", len(self.bad_rows), listed, rest)
+    def _shortest(self, number: int) -> Prompt:
+        item = self._item(number)
+        return without_longest_text(item["raw_prompt"]), self._tools(item, number)
+
+    def _report(self, names: Sequence[str], num_counted: int) -> None:
+        log_bad_rows(self.bad_rows)
         if self.config.filter_overlong_prompts:
             limit = self.config.max_prompt_length
             logger.info("kept %d prompts, dropped %d longer than %d tokens", len(self), self.num_overlong, limit)
-        if not self._places:
+        if not len(self):
             raise DatasetError(
                 f"{', '.join(names)} must leave at least one row, got {len(self.bad_rows)} bad and {self.num_overlong} "
                 "overlong ones only; mend the rows or raise data.max_prompt_length"
             )
+        logger.info(
+            "%d prompts of %d to %d tokens (%d counted now, the others known)",
+            *(len(self), min(self._lengths), max(self._lengths), num_counted),
+        )
+
+
+class _Row(Struct, frozen=True):
+    """What is kept of a row while its prompt is counted."""
+
+    number: int
+    agent: str | None
+    data_source: str | None
+    tools: tuple[str, ...]
+
+
+def _tools_named(item: Mapping[str, Any]) -> tuple[str, ...]:
+    return (*item["tools_kwargs"], *(item["extra_info"].get("tool_selection") or ()))
+
+
+def _cache(config: DataConfig, tokenizer: ChatTokenizer) -> LengthCache | None:
+    folder = cache_folder(config.cache_dir)
+    return None if folder is None else LengthCache(folder, tokenizer, config.apply_chat_template_kwargs)
 
 
 def create_dataset(
@@ -214,25 +297,46 @@ def create_dataset(
     config: DataConfig,
     tokenizer: ChatTokenizer,
     tool_schemas: ToolSchemas | None = None,
+    sample: RowSample | None = None,
 ) -> PromptDataset:
     """An `RLHFDataset`, or an instance of the class that `data.custom_cls` names, made with the same arguments.
 
+    A class of the user's own is given `sample` only where there is one.
+
     Raises:
-        DatasetError: see `RLHFDataset`; or the class cannot be loaded or is no dataset.
+        DatasetError: see `RLHFDataset`; or the class cannot be loaded, made or used as a dataset.
     """
     custom = config.custom_cls
+    arguments: dict[str, Any] = {"config": config, "tokenizer": tokenizer, "tool_schemas": tool_schemas}
+    if sample is not None:
+        arguments["sample"] = sample
     if custom.path is None or custom.name is None:
-        return RLHFDataset(data_files, config=config, tokenizer=tokenizer, tool_schemas=tool_schemas)
+        return RLHFDataset(data_files, **arguments)
     cls = load_object(custom.path, custom.name, key="data.custom_cls", error=DatasetError)
     if not (isinstance(cls, type) and hasattr(cls, "__len__") and hasattr(cls, "__getitem__")):
         raise DatasetError(
             f"data.custom_cls must be a class with __len__ and __getitem__, got {cls!r}; derive it from RLHFDataset"
         )
     try:
-        inspect.signature(cls).bind(data_files, config=config, tokenizer=tokenizer, tool_schemas=tool_schemas)
+        inspect.signature(cls).bind(data_files, **arguments)
     except TypeError as error:
         raise DatasetError(
-            f"data.custom_cls must be made as {custom.name}(data_files, *, config, tokenizer, tool_schemas), got {error}; "
+            f"data.custom_cls must be made as {custom.name}(data_files, *, {', '.join(arguments)}), got {error}; "
             "take these arguments, or **kwargs"
         ) from None
-    return cls(data_files, config=config, tokenizer=tokenizer, tool_schemas=tool_schemas)
+    try:
+        dataset = cls(data_files, **arguments)
+        num_rows, first = len(dataset), dataset[0]
+    except DatasetError:
+        raise
+    except Exception as error:  # the user's code
+        raise DatasetError(
+            f"data.custom_cls must give rows, got {place_of(error, custom.path)}; mend the class"
+        ) from error
+    if num_rows < 1 or not isinstance(first, Mapping) or not ({"raw_prompt", "prompt"} & first.keys()):
+        raise DatasetError(
+            f"data.custom_cls must give mappings with raw_prompt, got {num_rows} rows and first "
+            f"{type(first).__name__} with {', '.join(map(str, first)) if isinstance(first, Mapping) else 'no keys'}; "
+            "return what RLHFDataset returns"
+        )
+    return dataset

@@ -12,7 +12,9 @@ from typing import Any, Literal
 from ostinato_tokenization import ChatTokenizer
 from ostinato_trainer.errors import DatasetError
 
-__all__ = ["PromptLength", "cut_text"]
+__all__ = ["PromptLength", "count_or_refusal", "cut_text", "without_longest_text"]
+
+Side = Literal["left", "right", "middle"]
 
 
 class PromptLength:
@@ -46,39 +48,47 @@ class PromptLength:
             ) from error
         return len(token_ids)
 
-    def shortened(
-        self, messages: Sequence[dict], tools: Sequence[dict] | None, side: Literal["left", "right", "middle"]
-    ) -> list[dict]:
-        """Messages that fit, with text cut from the `side` of the longest message.
+    def shortened(self, messages: Sequence[dict], tools: Sequence[dict] | None, side: Side) -> list[dict]:
+        """Messages that fit, with text cut from the `side` of the longest text among them.
 
         Raises:
-            DatasetError: the prompt does not fit even without that message's text.
+            DatasetError: the prompt does not fit even without that text.
         """
-        place = max(range(len(messages)), key=lambda number: len(_text(messages[number])))
-        text = _text(messages[place])
-        cut_messages = list(messages)
-
-        def fits(num_kept: int) -> bool:
-            cut_messages[place] = {**messages[place], "content": cut_text(text, num_kept, side)}
-            return self.count(cut_messages, tools) <= self.max_tokens
-
-        if not text or not fits(0):
-            raise DatasetError(
-                f"prompt must fit in data.max_prompt_length={self.max_tokens} tokens after cutting its longest message, "
-                "got more; raise the limit or shorten tools and system text"
-            )
+        text, place = _longest_text(messages)
         kept, too_many = 0, len(text)
+        if not text or self.count(_with_text(messages, place, ""), tools) > self.max_tokens:
+            raise DatasetError(self.too_long_to_cut)
         while too_many - kept > 1:
             middle = (kept + too_many) // 2
-            if fits(middle):
+            if self.count(_with_text(messages, place, cut_text(text, middle, side)), tools) <= self.max_tokens:
                 kept = middle
             else:
                 too_many = middle
-        cut_messages[place] = {**messages[place], "content": cut_text(text, kept, side)}
-        return cut_messages
+        return _with_text(messages, place, cut_text(text, kept, side))
+
+    @property
+    def too_long_to_cut(self) -> str:
+        """What is said of a prompt that does not fit even without its longest text."""
+        return (
+            f"prompt must fit in data.max_prompt_length={self.max_tokens} tokens after cutting its longest message, "
+            "got more; raise the limit or shorten tools and system text"
+        )
 
 
-def cut_text(text: str, num_kept: int, side: Literal["left", "right", "middle"]) -> str:
+def count_or_refusal(length: PromptLength, messages: Sequence[dict], tools: Sequence[dict] | None) -> int | str:
+    """Tokens of a prompt, or the sentence that says why the template refuses it."""
+    try:
+        return length.count(messages, tools)
+    except DatasetError as error:
+        return str(error)
+
+
+def without_longest_text(messages: Sequence[dict]) -> list[dict]:
+    """The messages as short as a cut can make them."""
+    return _with_text(messages, _longest_text(messages)[1], "")
+
+
+def cut_text(text: str, num_kept: int, side: Side) -> str:
     """`num_kept` characters of `text`, what is lost being on its `side`."""
     if side == "right":
         return text[:num_kept]
@@ -88,6 +98,34 @@ def cut_text(text: str, num_kept: int, side: Literal["left", "right", "middle"])
     return text[:head] + text[len(text) - (num_kept - head) :]
 
 
-def _text(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    return content if isinstance(content, str) else ""
+_Place = tuple[int, int | None]
+"""Number of a message, and of a part where its content is a list of parts."""
+
+
+def _longest_text(messages: Sequence[Mapping[str, Any]]) -> tuple[str, _Place]:
+    """The longest text and where it stands; the first of equally long ones."""
+    found: tuple[str, _Place] = "", (0, None)
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, str):
+            texts: list[tuple[int | None, Any]] = [(None, content)]
+        else:
+            texts = [(part, entry.get("text")) for part, entry in enumerate(content or ())]
+        for part, text in texts:
+            if isinstance(text, str) and len(text) > len(found[0]):
+                found = text, (number, part)
+    return found
+
+
+def _with_text(messages: Sequence[dict], place: _Place, text: str) -> list[dict]:
+    """The messages with another text at one place; the given ones stay as they are."""
+    number, part = place
+    changed = list(messages)
+    message = changed[number]
+    if part is None:
+        content: Any = text
+    else:
+        content = list(message["content"])
+        content[part] = {**content[part], "text": text}
+    changed[number] = {**message, "content": content}
+    return changed

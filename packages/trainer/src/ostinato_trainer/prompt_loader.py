@@ -1,7 +1,8 @@
 """Batches of rows in a seeded order that can be left and taken up again exactly: `PromptLoader`.
 
 The order of an epoch is a function of (seed, epoch) alone. The state is a place, epoch and batch, and a place at the end
-of an epoch is written as the start of the next: taken up there, a run goes on.
+of an epoch is written as the start of the next: taken up there, a run goes on. With it stands what the rows were, so that
+it is taken up with the same rows only.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from ostinato_trainer.dataset import PromptDataset
 from ostinato_trainer.errors import DatasetError
+from ostinato_trainer.fingerprint import DataFingerprint, TellsFingerprint
 
 __all__ = ["PromptLoader"]
 
 logger = logging.getLogger(__name__)
 
-_STATE_KEYS: Final = ("epoch", "batch", "seed", "shuffle", "batch_size", "num_rows")
+_STATE_KEYS: Final = ("epoch", "batch", "seed", "shuffle", "batch_size", "num_rows", "data")
+_KEYS: Final = {"seed": "data.seed", "shuffle": "data.shuffle", "batch_size": "data.train_batch_size"}
+"""Entries of the state that must be as they were, and the keys of the configuration that set them."""
 
 
 class PromptLoader:
@@ -95,8 +100,9 @@ class PromptLoader:
         while self._epoch == epoch:
             yield self.next_batch()
 
-    def state_dict(self) -> dict[str, int | bool]:
+    def state_dict(self) -> dict[str, Any]:
         """The place of the next batch and what it depends on; plain values."""
+        fingerprint = self.dataset.fingerprint if isinstance(self.dataset, TellsFingerprint) else None
         return {
             "epoch": self._epoch,
             "batch": self._batch,
@@ -104,28 +110,53 @@ class PromptLoader:
             "shuffle": self._shuffle,
             "batch_size": self.batch_size,
             "num_rows": len(self.dataset),
+            "data": msgspec.to_builtins(fingerprint),
         }
 
-    def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the place that `state_dict` gave.
 
         Raises:
             DatasetError: the state belongs to other rows, another batch size, seed or order, or is none.
         """
-        own = self.state_dict()
         if missing := [key for key in _STATE_KEYS if key not in state]:
-            raise DatasetError(f"a loader's state must have {', '.join(missing)}, got {', '.join(state) or 'nothing'}; "
-                               "take it from state_dict()")  # fmt: skip
-        for key in ("seed", "shuffle", "batch_size", "num_rows"):
+            raise DatasetError(
+                f"a loader's state must have {', '.join(_STATE_KEYS)}, got none of {', '.join(missing)}; "
+                "take it from state_dict()"
+            )
+        own = self.state_dict()
+        for key, written in _KEYS.items():
             if state[key] != own[key]:
                 raise DatasetError(
-                    f"{key} must be what it was when the state was saved, got {own[key]} instead of {state[key]}; "
-                    "take up the run with the data and settings that it had"
+                    f"{written} must be what it was when the state was saved, got {own[key]} instead of {state[key]}; "
+                    f"write {written}={msgspec.json.encode(state[key]).decode()}"
                 )
-        epoch, batch = int(state["epoch"]), int(state["batch"])
-        if epoch < 0 or not 0 <= batch <= len(self):
-            raise DatasetError(f"a loader's place must be inside an epoch of {len(self)} batches, got batch {batch}")
+        self._check_rows(state["num_rows"], state["data"])
+        epoch, batch = state["epoch"], state["batch"]
+        if not (_is_place(epoch) and _is_place(batch) and batch <= len(self)):
+            raise DatasetError(
+                f"a loader's place must be inside an epoch of {len(self)} batches, got epoch {epoch!r}, batch {batch!r}; "
+                "take it from state_dict()"
+            )
         self._epoch, self._batch = (epoch + 1, 0) if batch == len(self) else (epoch, batch)
+
+    def _check_rows(self, num_rows: Any, data: Any) -> None:
+        """Refuse the state of other rows; those of a dataset that does not say what its rows are are only counted."""
+        if data is not None and isinstance(self.dataset, TellsFingerprint):
+            try:
+                saved = msgspec.convert(data, DataFingerprint)
+            except msgspec.ValidationError as error:
+                raise DatasetError(
+                    f"data of a loader's state must be a fingerprint, got {error}; take it from state_dict()"
+                ) from None
+            problem = self.dataset.fingerprint.difference(saved)
+            if problem is not None:
+                raise DatasetError(problem)
+        if num_rows != len(self.dataset):
+            raise DatasetError(
+                f"data.train_files must hold the {num_rows} rows that they held when the state was saved, got "
+                f"{len(self.dataset)}; take up the run with the data that it had"
+            )
 
     def _order_of_epoch(self) -> np.ndarray:
         if self._order is None or self._order[0] != self._epoch:
@@ -134,3 +165,7 @@ class PromptLoader:
             order = rng.permutation(num_rows) if self._shuffle else np.arange(num_rows)
             self._order = (self._epoch, order)
         return self._order[1]
+
+
+def _is_place(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

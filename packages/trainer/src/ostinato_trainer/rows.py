@@ -5,6 +5,7 @@ Pure functions over one decoded row; they know no file and no tokens. A problem 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,18 +15,19 @@ from ostinato_trainer.data_files import as_mapping, parsed_json_text
 __all__ = ["check_row", "row_item"]
 
 _MEDIA_COLUMNS = ("images", "videos")
+_NAMES = ("agent_name", "data_source")
 
 
 def row_item(row: dict[str, Any], config: DataConfig, position: int) -> dict[str, Any]:
     """The fields that an agent receives: the row's own, and in addition
 
-    `raw_prompt` (messages), `extra_info` and `tools_kwargs` (mappings, maybe empty), `index` (that of extra_info, else
-    `position`), and `agent_name`, `data_source` and `reward_model` where the row has them.
+    `raw_prompt` (messages), `extra_info` and `tools_kwargs` (mappings, maybe empty), `index` (that of extra_info, a number
+    or text, else `position`), and `agent_name`, `data_source` and `reward_model` where the row has them.
 
     Args:
         row: a decoded row that `check_row` found right.
         config: the node `data`.
-        position: place of the row in the dataset, from 0.
+        position: number of the row over all files, from 0.
     """
     item = dict(row)
     item["raw_prompt"] = parsed_json_text(row[config.prompt_key], list)
@@ -36,7 +38,12 @@ def row_item(row: dict[str, Any], config: DataConfig, position: int) -> dict[str
     item["extra_info"] = extra_info
     item["tools_kwargs"] = tools_kwargs
     index = extra_info.get("index")
-    item["index"] = index if isinstance(index, int) and not isinstance(index, bool) else position
+    if _is_absent(index):
+        index = position
+    item["index"] = int(index) if isinstance(index, float) else index  # a column with gaps makes floats of integers
+    for field in _NAMES:
+        if _is_absent(row.get(field)):
+            item.pop(field, None)
     if "reward_model" in row:
         item["reward_model"] = as_mapping(row["reward_model"])
     if not config.return_multi_modal_inputs:
@@ -51,8 +58,10 @@ def check_row(row: Mapping[str, Any], config: DataConfig) -> str | None:
         _check_prompt(row, config.prompt_key)
         or _check_media(row, config)
         or _check_mappings(row)
+        or _check_extra_info(as_mapping(row.get("extra_info")) or {})
+        or _check_ground_truth(as_mapping(row.get("reward_model")) or {})
         or _check_tools(row)
-        or next((_check_text(row, field) for field in ("agent_name", "data_source") if _check_text(row, field)), None)
+        or next(filter(None, (_check_text(row, field) for field in _NAMES)), None)
     )
 
 
@@ -112,6 +121,30 @@ def _check_mappings(row: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _check_extra_info(extra_info: Mapping[str, Any]) -> str | None:
+    index, selection = extra_info.get("index"), extra_info.get("tool_selection")
+    is_whole = isinstance(index, int | str) or (isinstance(index, float) and index.is_integer())
+    if not (_is_absent(index) or is_whole) or isinstance(index, bool):
+        return f"extra_info.index must be a whole number or text, got {index!r}; mend it or leave it out"
+    if selection is None:
+        return None
+    if not isinstance(selection, list) or not all(isinstance(name, str) for name in selection):
+        return f"extra_info.tool_selection must be a list of tool names, got {selection!r:.80}; list them"
+    return None
+
+
+def _check_ground_truth(reward_model: Mapping[str, Any]) -> str | None:
+    truth = reward_model.get("ground_truth")
+    if isinstance(truth, float) and not math.isfinite(truth):
+        return f"reward_model.ground_truth must be an answer, got {truth}; write it, or leave the row out"
+    return None
+
+
+def _is_absent(value: Any) -> bool:
+    """Whether a table had no value here: null, or the NaN that some writers make of it."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
 def _check_tools(row: Mapping[str, Any]) -> str | None:
     extra_info = as_mapping(row.get("extra_info")) or {}
     raw = extra_info.get("tools_kwargs", row.get("tools_kwargs"))
@@ -135,6 +168,6 @@ def _check_tools(row: Mapping[str, Any]) -> str | None:
 
 def _check_text(row: Mapping[str, Any], field: str) -> str | None:
     value = row.get(field)
-    if value is None or (isinstance(value, str) and value):
+    if _is_absent(value) or (isinstance(value, str) and value):
         return None
     return f"{field} must be text, got {value!r}; write a name or leave the column out"

@@ -1,0 +1,47 @@
+"""What `data.train_files` and `data.val_files` name, as single files: patterns are replaced by the files that they match, sorted."""
+
+from __future__ import annotations
+
+import glob
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from ostinato_trainer.errors import DatasetError
+from ostinato_trainer.hub_files import HUB_SCHEME, hub_file_names
+
+__all__ = ["data_file_names"]
+
+logger = logging.getLogger(__name__)
+
+_PATTERN_CHARACTERS: Final = frozenset("*?[")
+
+
+def data_file_names(names: Sequence[str]) -> list[str]:
+    """The files in the order of `names`; those of a pattern sorted by name.
+
+    Raises:
+        DatasetError: A pattern matches no file, or the hub does not list its repository.
+    """
+    found = [file for name in names for file in (_matches(name) if _is_pattern(name) else [name])]
+    repeated = sorted({name for name in found if found.count(name) > 1})
+    if repeated:
+        logger.warning("named more than once, so their rows are there more than once: %s", ", ".join(repeated))
+    return found
+
+
+def _is_pattern(name: str) -> bool:
+    if _PATTERN_CHARACTERS.isdisjoint(name):
+        return False
+    return name.startswith(HUB_SCHEME) or not Path(name).expanduser().exists()
+
+
+def _matches(pattern: str) -> list[str]:
+    if pattern.startswith(HUB_SCHEME):
+        return hub_file_names(pattern)
+    expanded = str(Path(pattern).expanduser())
+    files = sorted(name for name in glob.glob(expanded, recursive=True) if Path(name).is_file())
+    if not files:
+        raise DatasetError(f"a pattern of data files must match at least one, got {pattern}; check the path")
+    return files
