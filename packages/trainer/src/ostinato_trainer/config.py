@@ -113,6 +113,15 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Folder of checkpoints and metrics; null means checkpoints/PROJECT_NAME/EXPERIMENT_NAME."""
     max_ckpt_to_keep: Annotated[int, Meta(ge=1)] | None = None
     """Newest checkpoints that are kept; null keeps all."""
+    best_metric: str | None = None
+    """A metric by its name, such as val-core/SOURCE/acc/mean@1: the checkpoint with the highest value is kept too."""
+    async_save: bool = True
+    """Write checkpoints while training goes on, from a copy in the host's memory, three times the weights; false waits for each."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """auto goes on from the newest whole checkpoint in default_local_dir, where there is one; disable begins anew, and refuses a folder that
+    has checkpoints; resume_path goes on from resume_from_path."""
+    resume_from_path: str | None = None
+    """A checkpoint, .../global_step_N, for resume_mode=resume_path."""
     seed: int = 1
     """Seed of the run; data and rollout take theirs from it where they have none."""
     device: str | None = None

@@ -95,6 +95,11 @@ def consistency_problems(config: Config) -> list[str]:
             f"worker, got {config.reward.timeout_s:g} and {rollout.agent.reward_timeout_s:g}; "
             f"write {_ROLLOUT}.agent.reward_timeout_s={10 * config.reward.timeout_s:g}"
         )
+    if config.trainer.resume_mode == "resume_path" and config.trainer.resume_from_path is None:
+        problems.append(
+            "trainer.resume_from_path must name a checkpoint while trainer.resume_mode is resume_path, got null; "
+            "write the folder global_step_N to go on from"
+        )
     if len(set(config.trainer.logger)) < len(config.trainer.logger):
         names = ", ".join(config.trainer.logger)
         problems.append(f"trainer.logger must name each logger once, got [{names}]; remove the repeated name")
@@ -124,6 +129,16 @@ def unread_keys(config: Config, written: Collection[str]) -> list[str]:
         ),
         *algorithm_rules(config),
         (not config.data.shuffle, "data.shuffle is false", ("data.seed",)),
+        (
+            config.trainer.resume_mode != "resume_path",
+            f"trainer.resume_mode is {config.trainer.resume_mode}",
+            ("trainer.resume_from_path",),
+        ),
+        (
+            config.trainer.save_freq == 0,
+            "trainer.save_freq is 0",
+            ("trainer.async_save", "trainer.best_metric", "trainer.max_ckpt_to_keep"),
+        ),
         (
             config.algorithm.adv_estimator in _WITHOUT_CRITIC,
             f"algorithm.adv_estimator is {config.algorithm.adv_estimator}, which needs no critic",
