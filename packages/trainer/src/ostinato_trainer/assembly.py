@@ -6,6 +6,7 @@ whatever was started is shut down, however the run ends.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 import msgspec
 
 from ostinato_agent_loop import AgentLoopManager, agent_loop_class, load_manager_class, make_tool_executor
-from ostinato_agent_loop.rows import row_tool_selection
 from ostinato_engines.device import seed_all
 from ostinato_engines.versions import installed_versions
 from ostinato_rollout import ServerPool, SessionBudget, dumps_on_signal
@@ -23,13 +23,13 @@ from ostinato_tokenization import ChatTokenizer, ContinuousTokens
 from ostinato_tools import ToolExecutor
 from ostinato_trainer.advantages import needs_critic
 from ostinato_trainer.callbacks import StepFunction, load_callbacks
-from ostinato_trainer.chat_template import chat_template_text, write_chat_template
 from ostinato_trainer.checkpoint import CheckpointManager, check_root
+from ostinato_trainer.checkpoint_saving import RunCheckpoints, restore_run
 from ostinato_trainer.config import Config
 from ostinato_trainer.config_checks import check_runnable
-from ostinato_trainer.config_loading import to_yaml
 from ostinato_trainer.critic_update import critic_update_settings
-from ostinato_trainer.dataset import PromptDataset, create_dataset
+from ostinato_trainer.data_assembly import build_datasets
+from ostinato_trainer.dataset import PromptDataset
 from ostinato_trainer.interrupts import run_interruptibly
 from ostinato_trainer.local_backend import LocalBackend, LocalBackendOptions
 from ostinato_trainer.local_critic import LocalCritic
@@ -37,11 +37,13 @@ from ostinato_trainer.loggers import Loggers
 from ostinato_trainer.model_files import check_model_folder, check_same_tokenizer, load_tokenizer
 from ostinato_trainer.ppo_trainer import PPOTrainer
 from ostinato_trainer.prompt_loader import PromptLoader
+from ostinato_trainer.resume import ResumePoint, check_same_run, cut_metrics, resume_point
 from ostinato_trainer.rewards import RewardManager
 from ostinato_trainer.rollout_engine import build_pool
-from ostinato_trainer.row_names import check_row_names
 from ostinato_trainer.sampling import sampling_of
-from ostinato_trainer.trainer_parts import Sampling, TrainerParts
+from ostinato_trainer.trainer_parts import TrainerParts
+
+logger = logging.getLogger(__name__)
 
 
 def run_training(config: Config, *, on_step: Callable[[int, Mapping[str, float]], None] | None = None) -> None:
@@ -61,23 +63,28 @@ def run_training(config: Config, *, on_step: Callable[[int, Mapping[str, float]]
     if config.critic.model.path is not None and needs_critic(config.algorithm.adv_estimator):
         check_model_folder(config.critic.model.path, key="critic.model")
         check_same_tokenizer(str(config.actor_rollout_ref.model.path), config.critic.model.path)
-    check_root(Path(config.trainer.local_dir))
-    run_interruptibly(_run(config, [StepFunction(on_step)] if on_step else []))
+    trainer = config.trainer
+    check_root(Path(trainer.local_dir))
+    with CheckpointManager(
+        trainer.local_dir, max_to_keep=trainer.max_ckpt_to_keep, best_metric=trainer.best_metric
+    ) as folder:
+        point = resume_point(trainer, folder)
+        run_interruptibly(_run(config, folder, point, [StepFunction(on_step)] if on_step else []))
 
 
-async def _run(config: Config, callbacks: Sequence[object]) -> None:
+async def _run(
+    config: Config, folder: CheckpointManager, point: ResumePoint | None, callbacks: Sequence[object]
+) -> None:
     seed_all(config.trainer.seed)
     model = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model)
+    if point is not None:
+        check_same_run(point, config, tokenizer)
     tools = make_tool_executor(config.actor_rollout_ref.rollout.multi_turn, tokenizer)
-    rewards = RewardManager(config.reward, tokenizer)
+    rewards = RewardManager(config.reward, tokenizer, max_response_length=config.data.max_response_length)
     pool = build_pool(config)
     manager = build_manager(config, tokenizer, pool, tools, rewards)
     train_rows, val_rows = build_datasets(config, tokenizer, tools)
-    for rows in (train_rows, val_rows):
-        check_row_names(
-            rows, default_agent=config.actor_rollout_ref.rollout.agent.default_agent_loop, registry=tools.registry
-        )
     if not _all_agents_give_rewards(config, train_rows, val_rows):
         rewards.check_data_sources(_distinct("data_sources", train_rows, val_rows))
     manager.check_agents(name for name in _distinct("agent_names", train_rows, val_rows) if name is not None)
@@ -85,46 +92,54 @@ async def _run(config: Config, callbacks: Sequence[object]) -> None:
         train_rows, batch_size=config.data.train_batch_size, shuffle=config.data.shuffle, seed=config.data_seed
     )
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
+    if point is not None and point.step >= total_steps:
+        logger.warning(
+            "Nothing is left to do: %s is step %d of %d; more trainer.total_training_steps or total_epochs would go on from there",
+            point.directory,
+            point.step,
+            total_steps,
+        )
+        return
     sampling = sampling_of(config, manager, loader, total_steps=total_steps)
     own_callbacks = load_callbacks(config.trainer.callbacks)
     backend = LocalBackend.from_pretrained(str(model.path), backend_options(config, total_steps))
     critic = build_critic(config, total_steps)
+    stateful = {"sampling": sampling}
+    if point is not None:
+        restore_run(point, config, backend, critic, stateful)
+        cut_metrics(folder.root, point)
     async with AsyncExitStack() as stack:
         stack.enter_context(dumps_on_signal())
-        loggers = Loggers.from_config(config)
+        loggers = Loggers.from_config(
+            config, resume=point is not None, state=None if point is None else point.state.loggers
+        )
         stack.callback(loggers.close)
+        stack.push_async_callback(rewards.aclose)
         stack.push_async_callback(manager.close)
         stack.push_async_callback(pool.shutdown)
         stack.push_async_callback(tools.close)
         await pool.start()
-        loggers.describe({"versions/trainer": installed_versions(), "versions/engine": pool.servers[0].versions})
+        loggers.describe(
+            {"versions/trainer": installed_versions(), "versions/engine": pool.servers[0].versions}
+            | ({} if point is None else {"resumed_from": str(point.directory)})
+        )
+        checkpoints = await stack.enter_async_context(
+            RunCheckpoints(folder, config, backend, loggers, critic=critic, parts=stateful)
+        )
         parts = TrainerParts(
             sampling=sampling,
             val_rows=[] if val_rows is None else [val_rows[index] for index in range(len(val_rows))],
             manager=manager,
             pool=pool,
             backend=backend,
-            checkpoints=RunCheckpoints(Path(config.trainer.local_dir), config, backend, sampling, critic),
+            checkpoints=checkpoints,
             callbacks=[StepFunction(loggers.log), *own_callbacks, *callbacks],
             critic=critic,
         )
-        await PPOTrainer(config, parts, total_steps=total_steps).fit()
-
-
-def build_datasets(
-    config: Config, tokenizer: ChatTokenizer, tools: ToolExecutor
-) -> tuple[PromptDataset, PromptDataset | None]:
-    """Training rows and validation rows, if there are any; prompts are measured with the tools that their agents show."""
-    default_agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
-
-    def schemas_of(row: Mapping[str, Any]) -> Sequence[dict] | None:
-        agent = agent_loop_class(row.get("agent_name") or default_agent)
-        return tools.registry.schemas(row_tool_selection(row)) if agent.needs_tools else None
-
-    def rows(paths: Sequence[str]) -> PromptDataset:
-        return create_dataset(paths, config=config.data, tokenizer=tokenizer, tool_schemas=schemas_of)
-
-    return rows(config.data.train_paths), rows(config.data.val_paths) if config.data.val_paths else None
+        trainer = PPOTrainer(config, parts, total_steps=total_steps, steps_done=0 if point is None else point.step)
+        if point is not None:
+            point.state.restore_random()
+        await trainer.fit()
 
 
 def build_manager(
@@ -185,36 +200,6 @@ def build_critic(config: Config, total_steps: int) -> LocalCritic | None:
         max_tokens_per_forward=settings.max_tokens,
     )
     return LocalCritic.from_pretrained(critic.model.path or str(config.actor_rollout_ref.model.path), options)
-
-
-class RunCheckpoints:
-    """Writes what a step's checkpoint holds: a Hugging Face folder, the optimizer, the data's position, the configuration."""
-
-    def __init__(
-        self,
-        directory: Path,
-        config: Config,
-        backend: LocalBackend,
-        sampling: Sampling,
-        critic: LocalCritic | None = None,
-    ) -> None:
-        self._manager = CheckpointManager(directory, max_to_keep=config.trainer.max_ckpt_to_keep)
-        self._config, self._backend, self._sampling, self._critic = config, backend, sampling, critic
-
-    def save(self, step: int) -> None:
-        """Write the checkpoint of `step`, whole or not at all."""
-        self._manager.save(step, self._write)
-
-    def _write(self, directory: Path) -> None:
-        self._backend.save_hf(directory / "huggingface")
-        template = chat_template_text(self._config.actor_rollout_ref.model)
-        if template is not None:
-            write_chat_template(directory / "huggingface", template)
-        self._backend.save(directory / "actor")
-        if self._critic is not None:
-            self._critic.save(directory / "critic")
-        (directory / "data.json").write_bytes(msgspec.json.encode(self._sampling.state_dict()))
-        (directory / "config.yaml").write_text(to_yaml(self._config))
 
 
 def _all_agents_give_rewards(config: Config, *datasets: PromptDataset | None) -> bool:

@@ -17,6 +17,7 @@ from ostinato_trainer.config_algorithm_checks import (
     missing_algorithms,
     uses_groups,
 )
+from ostinato_trainer.config_reward_checks import reward_problems, unread_reward_keys
 from ostinato_trainer.errors import ConfigError
 
 __all__ = ["check_runnable", "consistency_problems", "problems_text", "unread_keys"]
@@ -89,6 +90,7 @@ def consistency_problems(config: Config) -> list[str]:
         problems.append(
             f"data.custom_cls.path and .name must be given together, got {custom.path} and {custom.name}; write both"
         )
+    problems += reward_problems(config.reward, max_response_length=data.max_response_length)
     if config.reward.timeout_s > rollout.agent.reward_timeout_s:
         problems.append(
             f"reward.timeout_s must be at most {_ROLLOUT}.agent.reward_timeout_s, which also covers waiting for a free "
@@ -129,6 +131,7 @@ def unread_keys(config: Config, written: Collection[str]) -> list[str]:
         ),
         *algorithm_rules(config),
         (not config.data.shuffle, "data.shuffle is false", ("data.seed",)),
+        *unread_reward_keys(config.reward),
         (
             config.trainer.resume_mode != "resume_path",
             f"trainer.resume_mode is {config.trainer.resume_mode}",
