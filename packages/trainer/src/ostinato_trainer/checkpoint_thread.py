@@ -24,7 +24,7 @@ _DEADLINE_S: Final = 1800.0
 @dataclass
 class _Job:
     name: str
-    run: Callable[[], None]
+    run: Callable[[], object]
     ended: Future[None] = field(default_factory=Future)
     error: BaseException | None = None
 
@@ -49,7 +49,7 @@ class CheckpointThread:
         """Whether a job is under way."""
         return self._job is not None and not self._job.ended.done()
 
-    async def start(self, name: str, run: Callable[[], None]) -> None:
+    async def start(self, name: str, run: Callable[[], object]) -> None:
         """Run a job, after the one before has ended.
 
         Raises:

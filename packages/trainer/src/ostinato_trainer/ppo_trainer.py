@@ -19,6 +19,7 @@ from ostinato_trainer.log_prob_gap import LogProbGapWatch
 from ostinato_trainer.memory_metrics import memory_metrics
 from ostinato_trainer.metrics import step_metrics, timing_metrics
 from ostinato_trainer.policy_update import PolicyUpdate
+from ostinato_trainer.staleness import staleness_metrics
 from ostinato_trainer.trainer_parts import Stopwatch, TrainerParts
 from ostinato_trainer.validation import validation_metrics
 from ostinato_trainer.watchdog import Watchdog
@@ -32,16 +33,17 @@ class PPOTrainer:
         config: The whole tree; checked by `assembly`.
         parts: The components, started.
         total_steps: Steps of the run.
+        steps_done: Steps that were done before, of a run that is taken up again.
 
     Raises:
         AlgorithmError: `algorithm.adv_estimator` names no estimator; it may be one that the user's code has registered.
     """
 
-    def __init__(self, config: Config, parts: TrainerParts, *, total_steps: int) -> None:
+    def __init__(self, config: Config, parts: TrainerParts, *, total_steps: int, steps_done: int = 0) -> None:
         self.config = config
         self.parts = parts
         self.total_steps = total_steps
-        self.step = 0
+        self.step = steps_done
         advantage_estimator(config.algorithm.adv_estimator)
         self._policy_update, self._critic_update = PolicyUpdate(config), CriticUpdate(config)
         self._gap_watch = LogProbGapWatch(config)
@@ -64,6 +66,7 @@ class PPOTrainer:
                 self._report(await self.validate())
             while self.step < self.total_steps:
                 self.step += 1
+                parts.checkpoints.check()
                 self._callbacks.tell("on_step_begin", self.step)
                 clock = Stopwatch(self._watchdog.phase)
                 with clock("step"):
@@ -73,7 +76,7 @@ class PPOTrainer:
                             metrics |= await self.validate()
                     if config.save_freq and self._is_due(config.save_freq):
                         with clock("save_checkpoint"):
-                            parts.checkpoints.save(self.step)
+                            await parts.checkpoints.save(self.step, self._record(metrics))
                 self._report(metrics | timing_metrics(clock.seconds, metrics) | memory_metrics(config.device or "auto"))
 
     async def train_step(self, clock: Stopwatch) -> dict[str, float]:
@@ -95,6 +98,7 @@ class PPOTrainer:
         return {
             **rollout.metrics,
             **step_metrics(batch, rollout.trajectories, max_prompt_length=config.data.max_prompt_length),
+            **staleness_metrics(rollout.trajectories, policy_version=self.step - 1),
             **self._gap_watch.observe(batch, rollout.trajectories, policy_version=self.step - 1),
             **metrics,
             "training/epoch": parts.sampling.epoch,
@@ -129,7 +133,10 @@ class PPOTrainer:
         return self.step == self.total_steps or (freq > 0 and self.step % freq == 0)
 
     def _report(self, metrics: Mapping[str, float]) -> None:
-        self._callbacks.tell("on_step_end", self.step, {**metrics, "training/global_step": float(self.step)})
+        self._callbacks.tell("on_step_end", self.step, self._record(metrics))
+
+    def _record(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        return {**metrics, "training/global_step": float(self.step)}
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:

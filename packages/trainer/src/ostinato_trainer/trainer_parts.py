@@ -19,6 +19,7 @@ from ostinato_engines import SamplingParams
 from ostinato_rollout import ServerPool
 from ostinato_trainer.backend import LossOutput, OptimizerStats, TrainingBackend
 from ostinato_trainer.batch import Batch
+from ostinato_trainer.kl_control import KLController
 
 
 class Sampling(Protocol):
@@ -84,10 +85,14 @@ class Manager(Protocol):
 
 
 class CheckpointWriter(Protocol):
-    """Writes the state of a step, whole or not at all."""
+    """Writes the state of a step, whole or not at all; perhaps while the next steps run."""
 
-    def save(self, step: int) -> None:
-        """Write the checkpoint of `step`."""
+    async def save(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the state after `step`, whose metrics these are, and see to it that it is written."""
+        ...
+
+    def check(self) -> None:
+        """Raise what writing has failed with since it was last asked; never waits."""
         ...
 
 
@@ -105,6 +110,8 @@ class TrainerParts:
     """Each with some of the methods of `TrainerCallback`."""
     critic: Critic | None = None
     """Where the advantage estimator needs values."""
+    kl_controller: KLController | None = None
+    """Where the divergence is taken off the reward."""
 
 
 @dataclass
