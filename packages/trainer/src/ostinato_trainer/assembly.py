@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -179,7 +178,7 @@ def backend_options(config: Config, total_steps: int) -> LocalBackendOptions:
         **msgspec.structs.asdict(actor.optim),
         total_steps=max(1, total_steps - warmup) * updates_per_step,
         grad_clip=actor.grad_clip,
-        keep_reference=actor.use_kl_loss,
+        keep_reference=actor.use_kl_loss or config.algorithm.use_kl_in_reward,
         max_tokens_per_forward=actor.ppo_max_token_len_per_gpu,
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from ostinato_trainer.errors import BatchError
-from ostinato_trainer.partitions import chunks_by_count, chunks_by_padded_tokens, chunks_by_tokens, even_chunks
+from ostinato_trainer.partitions import (
+    check_longest,
+    chunks_by_count,
+    chunks_by_padded_tokens,
+    chunks_by_tokens,
+    chunks_of_owners,
+    even_chunks,
+)
 from ostinato_trainer.segments import Segment, columns_of
 
 _TOKEN_COLUMNS = (
@@ -262,21 +269,38 @@ class Batch:
         edges = bounds.tolist()
         return [self.select(by_rank[start:stop]) for start, stop in itertools.pairwise(edges)]
 
-    def split_by_count(self, max_sequences: int) -> list[Batch]:
-        """Micro-batches of at most `max_sequences` sequences, alike in length."""
+    def split_by_count(self, max_sequences: int, *, whole_trajectories: bool = False) -> list[Batch]:
+        """Micro-batches of at most `max_sequences` sequences, alike in length.
+
+        Args:
+            max_sequences: Of one micro-batch.
+            whole_trajectories: All segments of a trajectory stay together; one of more segments gets a micro-batch of its own.
+        """
+        if whole_trajectories and self._has_several_segments:
+            return self._parts_of_trajectories(lambda lengths: len(lengths) <= max_sequences)
         return self._parts(chunks_by_count(self.sequence_lengths.tolist(), max_sequences))
 
-    def split_by_tokens(self, max_tokens: int, *, padded: bool = True, allow_longer: bool = False) -> list[Batch]:
+    def split_by_tokens(
+        self, max_tokens: int, *, padded: bool = True, allow_longer: bool = False, whole_trajectories: bool = False
+    ) -> list[Batch]:
         """Micro-batches within a token budget, as few and as even as possible.
 
         Args:
             max_tokens: Budget of one micro-batch.
             padded: Count sequences x longest, which is what a padding backend computes; else the tokens alone.
             allow_longer: A single sequence above the budget gets a micro-batch of its own instead of an error.
+            whole_trajectories: All segments of a trajectory stay together; one that is longer with all of them than the budget gets a
+                micro-batch of its own.
 
         Raises:
             BatchError: a sequence is longer than the budget.
         """
+        if whole_trajectories and self._has_several_segments:
+            if not allow_longer:
+                check_longest(int(self.sequence_lengths.max()), max_tokens)
+            return self._parts_of_trajectories(
+                lambda lengths: (len(lengths) * max(lengths) if padded else sum(lengths)) <= max_tokens
+            )
         chunks = chunks_by_padded_tokens if padded else chunks_by_tokens
         return self._parts(chunks(self.sequence_lengths.tolist(), max_tokens, allow_longer=allow_longer))
 
@@ -297,6 +321,14 @@ class Batch:
             torch.tensor(chunk)
             for chunk in chunks_by_padded_tokens(self.sequence_lengths.tolist(), max_tokens, allow_longer=True)
         ]
+
+    @property
+    def _has_several_segments(self) -> bool:
+        return self.num_sequences > self.num_trajectories
+
+    def _parts_of_trajectories(self, fits: Callable[[Sequence[int]], bool]) -> list[Batch]:
+        owners = self.trajectory_index.tolist()
+        return self._parts(chunks_of_owners(self.sequence_lengths.tolist(), owners, fits))
 
     def _parts(self, chunks: list[list[int]]) -> list[Batch]:
         return [self] if len(chunks) == 1 else [self.select(chunk) for chunk in chunks]

@@ -1,6 +1,6 @@
-"""The weight of the divergence that is taken off the rewards: fixed, or steered towards a target.
+"""The divergence from the reference policy in the reward: how it is taken off, and the weight with which, fixed or steered towards a target.
 
-Knows numbers only. What it has learned is one coefficient, which a resumed run takes up again.
+What a controller has learned is one coefficient, which a resumed run takes up again.
 """
 
 from __future__ import annotations
@@ -8,10 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from ostinato_trainer.advantages_token import token_rewards_of
+from ostinato_trainer.batch import Batch
 from ostinato_trainer.config_algorithm import KLControlConfig
 from ostinato_trainer.errors import BatchError, CheckpointError
+from ostinato_trainer.kl import KLKind, kl_estimate
 
-__all__ = ["KLController"]
+__all__ = ["KLController", "with_kl_in_reward"]
 
 _MAX_ERROR = 0.2
 
@@ -67,3 +72,30 @@ class KLController:
             )
         if self._config.type == "adaptive":
             self.coef = float(coef)
+
+
+def with_kl_in_reward(batch: Batch, kind: KLKind | str, coef: float) -> tuple[Batch, float]:
+    """The batch with `token_rewards` from which `coef` times the divergence of each trained token is taken off.
+
+    Args:
+        batch: With `old_log_probs` and `ref_log_probs`.
+        kind: See `kl_estimate`.
+        coef: Weight of the divergence.
+
+    Returns:
+        The batch, and the divergence: the mean over trajectories of their mean a token; 0 where nothing is trained on.
+
+    Raises:
+        BatchError: a column is missing.
+    """
+    if batch.old_log_probs is None or batch.ref_log_probs is None:
+        missing = "old_log_probs" if batch.old_log_probs is None else "ref_log_probs"
+        raise BatchError(f"{missing} must be set where the divergence is in the reward, got None; compute them first")
+    policy, reference = batch.old_log_probs.to(torch.float64), batch.ref_log_probs.to(torch.float64)
+    divergence = torch.where(batch.loss_mask, kl_estimate(policy, reference, kind), 0.0)
+    counted = batch.trajectory_loss_tokens > 0
+    sums = torch.zeros_like(batch.rewards).index_add(0, batch.token_trajectory, divergence)
+    means = sums[counted] / batch.trajectory_loss_tokens[counted]
+    return batch.with_columns(token_rewards=token_rewards_of(batch) - coef * divergence), float(means.mean()) if len(
+        means
+    ) else 0.0

@@ -7,7 +7,7 @@ the split (see `ostinato_trainer.aggregation`), so these functions look at cost 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ostinato_trainer.errors import BatchError
 
@@ -53,7 +53,8 @@ def chunks_by_padded_tokens(lengths: Sequence[int], max_tokens: int, *, allow_lo
     order = _longest_first(lengths)
     if not order:
         return []
-    _check_longest(lengths[order[0]], max_tokens, allow_longer)
+    if not allow_longer:
+        check_longest(lengths[order[0]], max_tokens)
     ordered = [lengths[place] for place in order]
     limit = max(max_tokens, ordered[0])
     cuts = _cut_padded(ordered, limit)
@@ -78,7 +79,8 @@ def chunks_by_tokens(lengths: Sequence[int], max_tokens: int, *, allow_longer: b
     order = _longest_first(lengths)
     if not order:
         return []
-    _check_longest(lengths[order[0]], max_tokens, allow_longer)
+    if not allow_longer:
+        check_longest(lengths[order[0]], max_tokens)
     limit = max(max_tokens, lengths[order[0]])
     num_chunks = max(1, -(-sum(lengths) // limit))
     while True:
@@ -88,12 +90,39 @@ def chunks_by_tokens(lengths: Sequence[int], max_tokens: int, *, allow_longer: b
         num_chunks += max(1, num_chunks // 16)
 
 
+def chunks_of_owners(
+    lengths: Sequence[int], owners: Sequence[int], fits: Callable[[Sequence[int]], bool]
+) -> list[list[int]]:
+    """Micro-batches in which all sequences of an owner stand together: filled one after the other, the longest first.
+
+    Args:
+        lengths: Tokens of each sequence.
+        owners: Whose each sequence is.
+        fits: Whether sequences of these lengths may be one micro-batch; an owner that does not fit gets one of its own.
+    """
+    belongings: dict[int, list[int]] = {}
+    for place in _longest_first(lengths):
+        belongings.setdefault(owners[place], []).append(place)
+    chunks: list[list[int]] = []
+    for places in belongings.values():
+        if chunks and fits([lengths[place] for place in (*chunks[-1], *places)]):
+            chunks[-1] += places
+        else:
+            chunks.append(places)
+    return chunks
+
+
 def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda place: (-lengths[place], place))
 
 
-def _check_longest(longest: int, max_tokens: int, allow_longer: bool) -> None:
-    if longest > max_tokens and not allow_longer:
+def check_longest(longest: int, max_tokens: int) -> None:
+    """Refuse a budget that one sequence exceeds.
+
+    Raises:
+        BatchError: naming what to change.
+    """
+    if longest > max_tokens:
         raise BatchError(
             f"max_tokens must be at least the longest sequence ({longest} tokens), got {max_tokens}; "
             "raise ppo_max_token_len_per_gpu or lower data.max_prompt_length / data.max_response_length"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from ostinato_trainer.backend import EntropyMode, TrainingBackend
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.config import Config
-from ostinato_trainer.policy_losses import PolicyLossOptions, policy_loss_fn
+from ostinato_trainer.policy_losses import PolicyLossOptions, needs_whole_trajectories, policy_loss_fn
 from ostinato_trainer.update_loop import UpdateSettings, run_updates
 
 
@@ -27,16 +27,19 @@ class PolicyUpdate:
                 clip_ratio_low=actor.clip_ratio_low,
                 clip_ratio_high=actor.clip_ratio_high,
                 clip_ratio_c=actor.clip_ratio_c,
+                tau_pos=actor.tau_pos,
+                tau_neg=actor.tau_neg,
                 kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
                 kl_loss_type=actor.kl_loss_type,
                 entropy_coeff=actor.entropy_coeff,
-            )
+            ),
+            actor.policy_loss.loss_mode,
         )
 
     def run(self, batch: Batch, backend: TrainingBackend) -> dict[str, float]:
         """`ppo_epochs` passes over the batch in mini-batches; returns the mean of their metrics."""
         rollout_config = self._config.actor_rollout_ref.rollout
-        entropy = EntropyMode.GRADIENT if self._config.actor_rollout_ref.actor.entropy_coeff else EntropyMode.OFF
+        entropy = _entropy_mode(self._config)
 
         def forward_backward(micro_batches: Sequence[Batch]) -> Mapping[str, float]:
             return backend.forward_backward(
@@ -58,4 +61,12 @@ def policy_update_settings(config: Config) -> UpdateSettings:
         use_dynamic_bsz=actor.use_dynamic_bsz,
         max_tokens=actor.ppo_max_token_len_per_gpu,
         max_sequences=actor.ppo_micro_batch_size_per_gpu,
+        whole_trajectories=needs_whole_trajectories(actor.policy_loss.loss_mode),
     )
+
+
+def _entropy_mode(config: Config) -> EntropyMode:
+    actor = config.actor_rollout_ref.actor
+    if actor.entropy_coeff:
+        return EntropyMode.GRADIENT
+    return EntropyMode.VALUE if actor.calculate_entropy else EntropyMode.OFF

@@ -30,6 +30,8 @@ class UpdateSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Of a micro-batch, where it is filled by tokens."""
     max_sequences: int | None
     """Of a micro-batch, where it is not; None takes the whole mini-batch."""
+    whole_trajectories: bool = False
+    """Whether the loss needs all segments of a trajectory in one micro-batch."""
 
 
 def run_updates(
@@ -40,15 +42,18 @@ def run_updates(
     *,
     prefix: str,
 ) -> dict[str, float]:
-    """One optimizer step for every mini-batch of every pass.
+    """One optimizer step for every mini-batch of every pass that has a trained token; the others are counted.
 
     Returns:
         The mean of each metric over the updates that have it, with those of the optimizer under `prefix`.
     """
     updates: list[dict[str, float]] = []
-    num_skipped = 0
+    num_skipped = num_empty = 0
     for _ in range(settings.epochs):
         for mini_batch in batch.mini_batches(settings.mini_batch_trajectories):
+            if not mini_batch.num_loss_tokens:
+                num_empty += 1
+                continue
             weighted = with_loss_weights(
                 mini_batch, settings.loss_agg_mode, loss_scale_factor=settings.loss_scale_factor
             )
@@ -61,11 +66,14 @@ def run_updates(
         for name, value in update.items():
             values.setdefault(name, []).append(value)
     means = {name: sum(each) / len(each) for name, each in values.items()}
-    return {**means, f"{prefix}/num_skipped_steps": float(num_skipped)}
+    counts = {"num_skipped_steps": num_skipped, "num_empty_mini_batches": num_empty}
+    return {**means, **{f"{prefix}/{name}": float(count) for name, count in counts.items()}}
 
 
 def _micro_batches(mini_batch: Batch, settings: UpdateSettings) -> list[Batch]:
     """The parts of a mini-batch that go through the model at once."""
     if settings.use_dynamic_bsz:
-        return mini_batch.split_by_tokens(settings.max_tokens)
-    return mini_batch.split_by_count(settings.max_sequences or mini_batch.num_sequences)
+        return mini_batch.split_by_tokens(settings.max_tokens, whole_trajectories=settings.whole_trajectories)
+    return mini_batch.split_by_count(
+        settings.max_sequences or mini_batch.num_sequences, whole_trajectories=settings.whole_trajectories
+    )
