@@ -30,6 +30,7 @@ from ostinato_trainer.critic_update import critic_update_settings
 from ostinato_trainer.data_assembly import build_datasets
 from ostinato_trainer.dataset import PromptDataset
 from ostinato_trainer.interrupts import run_interruptibly
+from ostinato_trainer.kl_control import KLController
 from ostinato_trainer.local_backend import LocalBackend, LocalBackendOptions
 from ostinato_trainer.local_critic import LocalCritic
 from ostinato_trainer.loggers import Loggers
@@ -39,6 +40,7 @@ from ostinato_trainer.prompt_loader import PromptLoader
 from ostinato_trainer.resume import ResumePoint, check_same_run, cut_metrics, resume_point
 from ostinato_trainer.rewards import RewardManager
 from ostinato_trainer.rollout_engine import build_pool
+from ostinato_trainer.run_state import Stateful
 from ostinato_trainer.sampling import sampling_of
 from ostinato_trainer.trainer_parts import TrainerParts
 
@@ -103,7 +105,10 @@ async def _run(
     own_callbacks = load_callbacks(config.trainer.callbacks)
     backend = LocalBackend.from_pretrained(str(model.path), backend_options(config, total_steps))
     critic = build_critic(config, total_steps)
-    stateful = {"sampling": sampling}
+    kl_controller = KLController(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
+    stateful: dict[str, Stateful] = {"sampling": sampling}
+    if kl_controller is not None:
+        stateful["kl_controller"] = kl_controller
     if point is not None:
         restore_run(point, config, backend, critic, stateful)
         cut_metrics(folder.root, point)
@@ -134,6 +139,7 @@ async def _run(
             checkpoints=checkpoints,
             callbacks=[StepFunction(loggers.log), *own_callbacks, *callbacks],
             critic=critic,
+            kl_controller=kl_controller,
         )
         trainer = PPOTrainer(config, parts, total_steps=total_steps, steps_done=0 if point is None else point.step)
         if point is not None:
