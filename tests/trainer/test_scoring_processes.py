@@ -68,7 +68,7 @@ async def processes(tmp_path: Path) -> AsyncIterator[Any]:
 
 async def until(condition: Any) -> None:
     """Wait until `condition()` holds, within the test's own deadline."""
-    while not condition():  # noqa: ASYNC110 - other processes set no events
+    while not condition():  # noqa: ASYNC110  (other processes set no events)
         await asyncio.sleep(0.01)
 
 

@@ -114,7 +114,7 @@ class MathEquivalence:
         """Whether `answer` is mathematically `truth`.
 
         Raises:
-            RewardError: it cannot be said: the truth is unreadable, or the comparison needs more memory than it may have.
+            RewardError: the comparison needs more memory than it may have.
         """
         return await self._processes.call({"answer": answer, "truth": truth}) is True
 
