@@ -85,6 +85,9 @@ def consistency_problems(config: Config) -> list[str]:
             f"data.max_response_length = {longest} tokens, got {budget}; "
             f"write critic.ppo_max_token_len_per_gpu={longest} or more"
         )
+    for name in ("train_max_samples", "val_max_samples"):
+        if getattr(data, name) == 0:
+            problems.append(f"data.{name} must be at least 1, or -1 for all rows, got 0; write data.{name}=-1")
     custom = data.custom_cls
     if (custom.path is None) != (custom.name is None):
         problems.append(
@@ -131,6 +134,12 @@ def unread_keys(config: Config, written: Collection[str]) -> list[str]:
         ),
         *algorithm_rules(config),
         (not config.data.shuffle, "data.shuffle is false", ("data.seed",)),
+        (not config.data.val_paths, "data.val_files is empty", ("data.val_max_samples",)),
+        (
+            config.data.filter_overlong_prompts and config.data.truncation != "error",
+            "data.filter_overlong_prompts is true",
+            ("data.truncation",),
+        ),
         *unread_reward_keys(config.reward),
         (
             config.trainer.resume_mode != "resume_path",
