@@ -35,7 +35,9 @@ def value_loss(predicted: Tensor, batch: Batch, *, cliprange_value: float) -> tu
         raise BatchError(
             f"{missing} must be set before the critic's loss, got None; use an estimator that computes returns, such as adv_estimator=gae"
         )
-    values, returns = batch.values.to(predicted), batch.returns.to(predicted)
+    predicted, values, returns = (
+        torch.where(batch.loss_mask, column.to(predicted), 0.0) for column in (predicted, batch.values, batch.returns)
+    )
     clipped = torch.minimum(torch.maximum(predicted, values - cliprange_value), values + cliprange_value)
     error, clipped_error = (predicted - returns).square(), (clipped - returns).square()
     loss = 0.5 * aggregate(torch.maximum(error, clipped_error), batch)

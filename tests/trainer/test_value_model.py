@@ -1,0 +1,58 @@
+"""A value model: the policy's backbone with a scalar head, zero or the folder's own."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForTokenClassification, LlamaConfig, LlamaForCausalLM
+
+from ostinato_trainer.errors import BackendError
+from ostinato_trainer.value_model import ValueModel, load_value_model
+
+CPU = torch.device("cpu")
+SHAPE = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def policy_folder(folder: Path) -> Path:
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(folder)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return folder
+
+
+def load(folder: Path) -> ValueModel:
+    return load_value_model(folder, dtype=torch.float32, device=CPU)
+
+
+def test_a_policys_folder_makes_a_critic_that_says_nothing_yet(tmp_path: Path) -> None:
+    """The backbone has the policy's weights bit for bit, its output layer is gone, and every value is 0."""
+    critic = load(policy_folder(tmp_path))
+    stored = {name: value for name, value in load_file(tmp_path / "model.safetensors").items() if "lm_head" not in name}
+    found = dict(critic.named_parameters())
+    assert set(found) == {*stored, "score.weight", "score.bias"}
+    assert all(torch.equal(found[name], value) for name, value in stored.items())
+    assert critic(input_ids=torch.tensor([[1, 2, 3]])).logits.tolist() == [[[0.0], [0.0], [0.0]]]
+
+
+def test_a_folder_with_a_scalar_head_keeps_it(tmp_path: Path) -> None:
+    """A classifier of one label, as reward models are stored, gives the values that transformers computes of it."""
+    torch.manual_seed(1)
+    theirs = AutoModelForTokenClassification.from_config(LlamaConfig(**SHAPE, num_labels=1)).eval()  # pyright: ignore[reportArgumentType, reportCallIssue]
+    theirs.save_pretrained(tmp_path)
+    ids = torch.tensor([[4, 9, 1]])
+    assert torch.equal(load(tmp_path).eval()(input_ids=ids).logits, theirs(ids).logits)
+
+
+def test_a_head_of_another_width_is_refused(tmp_path: Path) -> None:
+    """A classifier of several labels is no critic, and the message says so."""
+    policy_folder(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "score.weight": torch.zeros(3, 16)}, file, metadata={"format": "pt"})
+    with pytest.raises(BackendError, match=r"critic.model.path must hold a head of width 1 or none, got .* \[3, 16\]"):
+        load(tmp_path)
+
+
+def test_a_folder_without_a_model_is_refused_under_the_critics_key(tmp_path: Path) -> None:
+    """The message names critic.model.path, not the policy's key."""
+    with pytest.raises(BackendError, match=r"fix critic\.model\.path"):
+        load(tmp_path / "nothing")
