@@ -7,16 +7,11 @@ a loss is, `ostinato_tokenization` and `ostinato_trainer.sft` know.
 from __future__ import annotations
 
 import random
-import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from safetensors import SafetensorError
 
 from ostinato_tokenization import (
     ChatTokenizer,
@@ -27,9 +22,10 @@ from ostinato_tokenization import (
 from ostinato_trainer.chat_template import chat_template_text, write_chat_template
 from ostinato_trainer.config_actor import ModelConfig
 from ostinato_trainer.data_files import open_data_file, parsed_json_text
-from ostinato_trainer.errors import BatchError, CheckpointError, DatasetError
+from ostinato_trainer.errors import BatchError, DatasetError
 from ostinato_trainer.progress import step_progress
 from ostinato_trainer.sft import SftSettings, train_sft
+from ostinato_trainer.whole_folder import folder_made_whole
 
 __all__ = ["read_conversations", "run_sft"]
 
@@ -68,7 +64,7 @@ def run_sft(
             raise BatchError(f"{name} must be at least 1, got {value}; raise it")
     template = chat_template_text(ModelConfig(path=str(model_path), chat_template=chat_template))
     tokenizer = ChatTokenizer.from_pretrained(model_path, chat_template=template)
-    with _folder_made_whole(output) as unfinished, step_progress(console) as progress:
+    with folder_made_whole(output) as unfinished, step_progress(console) as progress:
         number = settings.steps * settings.batch_size
         reading = progress.add_task("conversations", total=None, note="")
         conversations, num_overlong = read_conversations(
@@ -142,27 +138,3 @@ def _encoded(row: dict[str, Any], tokenizer: ChatTokenizer, place: str) -> Train
         return encode_training_conversation(tokenizer, messages, tools)
     except TokenizationError as error:
         raise DatasetError(f"{place}: {error}") from error
-
-
-@contextmanager
-def _folder_made_whole(output: Path) -> Iterator[Path]:
-    """A hidden folder beside `output`, which becomes `output` if the block succeeds and is removed if it does not."""
-    output = output.expanduser().absolute()
-    hidden = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.unfinished")
-    try:
-        if output.exists() and (not output.is_dir() or any(output.iterdir())):
-            raise CheckpointError(f"--output must be new or an empty folder, got {output}; choose another or remove it")
-        hidden.mkdir(parents=True)
-        yield hidden
-        if output.exists():
-            output.rmdir()
-        hidden.rename(output)
-    except (OSError, SafetensorError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        reason = getattr(error, "strerror", None) or str(error)
-        raise CheckpointError(
-            f"{output} must be a folder that can be written: {reason}; make room or choose another --output"
-        ) from error
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
