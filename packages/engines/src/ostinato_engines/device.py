@@ -17,6 +17,9 @@ KINDS = ("cuda", "npu", "mps", "cpu")
 HOST = "cpu"
 """The device that every machine has."""
 
+CUDA = "cuda"
+"""The kind that some of torch's kernels are for."""
+
 
 def _torch() -> Any:
     try:

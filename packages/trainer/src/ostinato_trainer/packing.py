@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ostinato_engines.device import CUDA
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError
 from ostinato_trainer.segments import Segment
@@ -172,7 +173,7 @@ def packed_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
         )
     _check_kind(module, dropout, is_causal, others)
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and _VARLEN is not None:
+    if query.device.type == CUDA and query.dtype in (torch.float16, torch.bfloat16) and _VARLEN is not None:
         return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window).unsqueeze(0), None
     return _by_sequence(query, key, value, cu_seq_lens_q, scaling, sliding_window).transpose(1, 2), None
 
