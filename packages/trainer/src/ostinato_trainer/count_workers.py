@@ -26,6 +26,8 @@ Prompt = tuple[Sequence[dict], Sequence[dict] | None]
 
 _STDERR_SHOWN = 2000
 """Characters of what a process that died wrote last."""
+_LAST_WORDS_S = 5.0
+"""Seconds that a process which closed its pipes, or wrote nonsense, has to end by itself."""
 _CURE = "write data.filter_overlong_prompts_workers=1 to count without further processes"
 
 
@@ -115,8 +117,11 @@ class _Worker:
             raise DatasetError(f"a process that counts prompts must answer, got {self._end()}; {_CURE}") from error
 
     def _end(self) -> str:
-        self.kill()
-        status = self._process.wait()
+        try:
+            status = self._process.wait(_LAST_WORDS_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            status = self._process.wait()
         self._errors.seek(0)
         said = self._errors.read().decode(errors="replace").strip()[-_STDERR_SHOWN:]
         return f"exit status {status}" + (f" and: {said}" if said else " and no word")

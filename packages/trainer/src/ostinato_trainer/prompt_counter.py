@@ -23,8 +23,6 @@ __all__ = ["PromptCounter", "default_num_workers"]
 Key = TypeVar("Key")
 
 _CHUNK_PROMPTS = 128
-_ALONE = 2000
-"""Prompts that are counted in this process before others are started, which takes about a second."""
 _CHUNKS_A_WORKER = 3
 """Chunks under way for each process, so that none waits for work."""
 
@@ -45,12 +43,16 @@ class PromptCounter:
         length: what counts.
         num_workers: processes for many prompts; 1: only this one.
         cache: counts of earlier runs.
+        num_alone: prompts that are counted in this process before others are started, which takes about a second.
     """
 
-    def __init__(self, length: PromptLength, *, num_workers: int, cache: LengthCache | None) -> None:
+    def __init__(
+        self, length: PromptLength, *, num_workers: int, cache: LengthCache | None, num_alone: int = 2000
+    ) -> None:
         self._length = length
         self._num_workers = num_workers
         self._cache = cache
+        self._num_alone = num_alone
         self._workers: CountWorkers | None = None
         self.num_counted = 0
         """Prompts that were not in the cache."""
@@ -94,7 +96,7 @@ class PromptCounter:
         if not prompts:
             return list
         self.num_counted += len(prompts)
-        if self._workers is None and self._num_workers > 1 and self.num_counted > _ALONE:
+        if self._workers is None and self._num_workers > 1 and self.num_counted > self._num_alone:
             self._workers = CountWorkers(self._length, self._num_workers)
         workers = self._workers
         if workers is None:
