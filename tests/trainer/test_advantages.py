@@ -1,5 +1,7 @@
-"""Group advantages against five lines of float64, and the rules for groups that have no baseline or no spread."""
+"""Advantage estimators by name against plain loops in float64, and the rules for groups that have no baseline or no spread."""
 
+import dataclasses
+import math
 import statistics
 
 import pytest
@@ -11,6 +13,8 @@ from ostinato_trainer.advantages import (
     AdvantageOptions,
     advantage_estimator,
     grpo,
+    needs_baseline,
+    needs_critic,
     register_advantage_estimator,
     rloo,
     with_advantages,
@@ -124,6 +128,189 @@ def test_a_batch_of_which_nothing_is_trained_has_no_advantage():
     advantages = with_advantages(Batch.from_segments([segment("a", 1.0, mask=(0,))]), "grpo").advantages
     assert advantages is not None
     assert advantages.tolist() == [0.0, 0.0]
+
+
+ESTIMATORS = (
+    *("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "remax"),
+    "gae",
+)
+
+
+@st.composite
+def trajectories(draw):
+    """(group, reward, baseline, segments); a segment is a list of (mask, value of the critic)."""
+    token = st.tuples(st.integers(0, 1), st.floats(-2, 2))
+    return [
+        (
+            draw(st.integers(0, 2)),
+            draw(st.sampled_from([-1.0, 0.0, 0.25, 1.0])),
+            draw(st.sampled_from([0.0, 0.5])),
+            draw(st.lists(st.lists(token, max_size=5), min_size=1, max_size=3)),
+        )
+        for _ in range(draw(st.integers(1, 6)))
+    ]
+
+
+def batch_of(rows, order):
+    """The batch of these trajectories, their segments in `order`: pairs of trajectory and segment number."""
+    segments = [
+        Segment(
+            [1], [2] * len(rows[row][3][number]), [mask for mask, _ in rows[row][3][number]], None,
+            f"g{rows[row][0]}", f"t{row}", rows[row][1],
+        )
+        for row, number in order
+    ]  # fmt: skip
+    batch = Batch.from_segments(segments)
+    values = [value for row, number in order for value in (0.0, *(value for _, value in rows[row][3][number]))]
+    baselines = [rows[int(name[1:])][2] for name in batch.trajectory_ids]
+    return batch.with_columns(
+        values=torch.tensor(values, dtype=torch.float64), baselines=torch.tensor(baselines, dtype=torch.float64)
+    )
+
+
+def whitened(numbers):
+    """Mean 0 and variance 1 over all that are there."""
+    if len(numbers) < 2 or max(numbers) - min(numbers) < 1e-6 * max(abs(number) for number in numbers):
+        return [0.0] * len(numbers)
+    mean, variance = statistics.fmean(numbers), statistics.variance(numbers)
+    return [(number - mean) / math.sqrt(variance + 1e-8) for number in numbers]
+
+
+def loops(name, rows, *, gamma, lam):
+    """{(trajectory, segment, token): advantage} of every trained token, in plain loops."""
+    chains = [
+        [(row, number, place, value) for number, tokens in enumerate(row_segments)
+         for place, (mask, value) in enumerate(tokens) if mask]
+        for row, (_, _, _, row_segments) in enumerate(rows)
+    ]  # fmt: skip
+    counted = [row for row, chain in enumerate(chains) if chain]
+    num_rewarded = sum(rows[row][1] != 0 for row in counted)
+    advantages = {}
+    for row in counted:
+        group, reward, baseline, _ = rows[row]
+        siblings = [other for other in counted if rows[other][0] == group]
+        rewards = [rows[other][1] for other in siblings]
+        alone, equal = len(siblings) == 1, len(siblings) > 1 and len(set(rewards)) == 1
+        mean = 0.0 if alone else statistics.fmean(rewards)
+        deviation = 1.0 if alone else statistics.stdev(rewards)
+        outcome = 0.0
+        if name == "grpo":
+            outcome = (reward - mean) / (deviation + 1e-6)
+        elif name == "grpo_passk" and not alone and row == siblings[rewards.index(max(rewards))]:
+            outcome = (max(rewards) - sorted(rewards)[-2]) / (deviation + 1e-6)
+        elif name == "rloo":
+            outcome = reward - (0.0 if alone else (sum(rewards) - reward) / (len(rewards) - 1))
+        elif name == "opo":
+            lengths = [len(chains[other]) for other in siblings]
+            weighted = sum(length * each for length, each in zip(lengths, rewards, strict=True)) / sum(lengths)
+            outcome = reward - (0.0 if alone else weighted)
+        elif name == "gpg":
+            outcome = (reward - mean) * len(counted) / max(1, num_rewarded)
+        elif name == "reinforce_plus_plus_baseline":
+            outcome = reward - mean
+        running = following = 0.0
+        for step, (_, number, place, value) in enumerate(reversed(chains[row])):
+            paid = reward if step == 0 else 0.0
+            if name == "gae":
+                running = paid + gamma * following - value + gamma * lam * running
+                following = value
+            elif name == "reinforce_plus_plus":
+                running = paid + gamma * running
+            elif name == "remax":
+                running = reward - baseline
+            else:
+                running = 0.0 if equal else outcome
+            advantages[row, number, place] = running
+    if name in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        advantages = dict(zip(advantages, whitened(list(advantages.values())), strict=True))
+    return advantages
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@settings(deadline=None, max_examples=60)
+@given(rows=trajectories(), random=st.randoms(use_true_random=False))
+def test_every_estimator_is_its_loops(name, rows, random):
+    """Groups of any size, equal rewards, empty and fully masked segments, tool tokens in the middle and at the end, several segments, and
+    trajectories in any order in the batch."""
+    places = list(range(len(rows)))
+    random.shuffle(places)
+    order = [(row, number) for row in places for number in range(len(rows[row][3]))]
+    batch = batch_of(rows, order)
+    advantages = with_advantages(batch, name, AdvantageOptions(gamma=0.9, lam=0.8)).advantages
+    assert advantages is not None
+    renumbered = [rows[row] for row in places]
+    expected = loops(name, renumbered, gamma=0.9, lam=0.8)
+    got = {}
+    for place, (row, number) in enumerate(order):
+        start = int(batch.cu_seqlens[place]) + 1
+        for token, (mask, _) in enumerate(rows[row][3][number]):
+            if mask:
+                got[places.index(row), number, token] = advantages[start + token].item()
+    assert got == pytest.approx(expected, rel=1e-6, abs=1e-7)
+    assert not advantages[~batch.loss_mask].any()
+
+
+def test_tool_tokens_are_no_steps():
+    """rewards [0, 0, 0, 1], values [.5, 9, 9, .5], mask [1, 0, 0, 1], gamma = lam = .9 gives [.355, -, -, .5]; a reward to go with
+    gamma .5 over mask [1, 0, 1] is [.5, -, 1]; tool tokens behind the last trained one change nothing."""
+    for tail in ((), (0, 0)):
+        batch = Batch.from_segments([segment("a", 1.0, mask=(1, 0, 0, 1, *tail))])
+        batch = batch.with_columns(values=torch.tensor([0, 0.5, 9, 9, 0.5, *(9.0 for _ in tail)], dtype=torch.float64))
+        got = with_advantages(batch, "gae", AdvantageOptions(gamma=0.9, lam=0.9, whiten=False))
+        assert got.advantages is not None
+        assert got.returns is not None
+        assert got.advantages.tolist() == pytest.approx([0, 0.355, 0, 0, 0.5, *tail])
+        assert got.returns.tolist() == pytest.approx([0, 0.855, 0, 0, 1.0, *tail])
+    batch = Batch.from_segments([segment("a", 1.0, mask=(1, 0, 1))])
+    got = with_advantages(batch, "reinforce_plus_plus", AdvantageOptions(gamma=0.5, whiten=False)).advantages
+    assert got is not None
+    assert got.tolist() == [0, 0.5, 0, 1.0]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_nothing_to_train_on_is_no_error(name):
+    """A batch of which no token is trained on has advantages of 0 under every estimator."""
+    batch = Batch.from_segments([segment("a", 1.0, mask=(0,)), segment("b", 2.0, mask=())])
+    batch = batch.with_columns(values=torch.zeros(3), baselines=torch.zeros(2))
+    advantages = with_advantages(batch, name).advantages
+    assert advantages is not None
+    assert advantages.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_reward_on_tokens_flows_through_every_estimator(name):
+    """What is taken off token by token counts: an outcome estimator sees the sum, the others each token."""
+    batch = Batch.from_segments([segment("a", 1.0), segment("b", 1.0, mask=(1, 0, 1)), segment("c", 1.0)])
+    rewards = torch.tensor([0, -0.5, 1, 0, 0, 0, 1, 0, -0.25, 1], dtype=torch.float64)
+    batch = batch.with_columns(values=torch.zeros(10), baselines=torch.zeros(3), token_rewards=rewards)
+    got = with_advantages(batch, name, AdvantageOptions(whiten=False)).advantages
+    assert got is not None
+    if name in ("gae", "reinforce_plus_plus", "remax"):
+        assert got.tolist() == pytest.approx([0, 0.5, 1, 0, 1, 0, 1, 0, 0.75, 1])
+    else:
+        outcomes = torch.tensor([0.5, 1.0, 0.75], dtype=torch.float64)
+        sums = dataclasses.replace(batch, token_rewards=None, rewards=outcomes)
+        expected = with_advantages(sums, name, AdvantageOptions(whiten=False)).advantages
+        assert expected is not None
+        assert torch.equal(got, expected)
+
+
+def test_what_an_estimator_needs_is_known_and_asked_for():
+    """gae needs a critic and remax a greedy baseline; without the column they say so."""
+    assert [name for name in ESTIMATORS if needs_critic(name)] == ["gae"]
+    assert [name for name in ESTIMATORS if needs_baseline(name)] == ["remax"]
+    batch = Batch.from_segments([segment("a", 1.0)])
+    with pytest.raises(BatchError, match="values must be set for gae"):
+        with_advantages(batch, "gae")
+    with pytest.raises(BatchError, match="baselines must be set for remax"):
+        with_advantages(batch, "remax")
+
+
+def test_options_out_of_range_are_refused():
+    """A discount above 1 or that is no number."""
+    for wrong in ({"gamma": 1.5}, {"lam": -0.1}, {"gamma": math.nan}):
+        with pytest.raises(BatchError, match=f"{next(iter(wrong))} must lie in"):
+            AdvantageOptions(**wrong)
 
 
 def test_an_unknown_estimator_lists_the_known():

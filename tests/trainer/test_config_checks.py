@@ -39,8 +39,8 @@ def test_the_defaults_alone_name_what_is_missing() -> None:
         ("trainer.nnodes=2", "write trainer.nnodes=1"),
         ("trainer.n_gpus_per_node=8", "write trainer.n_gpus_per_node=1"),
         ("trainer.test_freq=5", "write data.val_files=PATH"),
-        ("algorithm.adv_estimator=gae", "needs a critic"),
-        ("algorithm.adv_estimator=remax", "write algorithm.adv_estimator=grpo"),
+        ("algorithm.adv_estimator=gpro", "algorithm.adv_estimator: adv_estimator must be one of gae, gpg, grpo, "),
+        (f"{ACTOR}.policy_loss.loss_mode=ppo", "loss_mode: policy loss must be one of cispo, gpg, gspo, sapo, vanilla, got 'ppo'"),
     ],
 )
 def test_what_this_version_lacks_is_refused_with_the_cure(override: str, cure: str) -> None:

@@ -40,10 +40,6 @@ _LOSS_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
 """Our policy losses and what they read of the actor."""
 
 _OF_GROUPS: Final = ("grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
-_MISSING_ESTIMATORS: Final[Mapping[str, str]] = {
-    "gae": "it needs a critic, which this version does not have",
-    "remax": "it needs greedy trajectories, which this version does not sample",
-}
 
 
 def uses_groups(config: Config) -> bool:
@@ -76,15 +72,11 @@ def algorithm_problems(config: Config) -> list[str]:
 
 
 def missing_algorithms(config: Config) -> list[str]:
-    """Sentences about an estimator or a policy loss that does not exist or that this version cannot run."""
+    """Sentences about an estimator or a policy loss that does not exist."""
     from ostinato_trainer.advantages import advantage_estimator
     from ostinato_trainer.policy_losses import policy_loss
 
     estimator, problems = config.algorithm.adv_estimator, []
-    if (why := _MISSING_ESTIMATORS.get(estimator)) is not None:
-        problems.append(
-            f"algorithm.adv_estimator must be another one, got {estimator}: {why}; write algorithm.adv_estimator=grpo"
-        )
     for key, look_up, name in (
         ("algorithm.adv_estimator", advantage_estimator, estimator),
         (f"{_ACTOR}.policy_loss.loss_mode", policy_loss, config.actor_rollout_ref.actor.policy_loss.loss_mode),
