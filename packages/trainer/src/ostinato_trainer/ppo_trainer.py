@@ -62,9 +62,9 @@ class PPOTrainer:
         config, parts = self.config.trainer, self.parts
         async with self._running():
             await self._send_weights()
-            if config.val_before_train and parts.val_rows and self.step == 0:
+            if parts.val_rows and (config.val_only or (config.val_before_train and self.step == 0)):
                 self._report(await self.validate())
-            while self.step < self.total_steps:
+            while self.step < self.total_steps and not config.val_only:
                 self.step += 1
                 parts.checkpoints.check()
                 self._callbacks.tell("on_step_begin", self.step)
@@ -84,6 +84,7 @@ class PPOTrainer:
         config, parts, compute = self.config, self.parts, self._thread.run
         with clock("gen"):
             rollout = await parts.sampling.next_step(self.step)
+        self._callbacks.tell("on_sample_end", self.step, rollout.trajectories, False)
         sampled = with_baselines(batch_of(rollout.trajectories, step=self.step), rollout.baselines)
         batch, metrics = await compute(prepare_batch, sampled, config, parts, clock)
         if parts.critic is not None:
@@ -115,6 +116,7 @@ class PPOTrainer:
                 step=self.step,
                 validate=True,
             )
+        self._callbacks.tell("on_sample_end", self.step, rollout.trajectories, True)
         metrics = validation_metrics(rollout.trajectories)
         self._callbacks.tell("on_validate_end", self.step, metrics)
         return metrics
