@@ -1,6 +1,7 @@
 """Files as rows: what comes back is what was written."""
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,112 @@ def test_flat_rows_round_trip_through_every_form(rows: list[dict], tmp_path_fact
 def test_values_without_nulls_are_left_alone(value: Any) -> None:
     """Removing filled keys changes nothing in a value that has no null."""
     assert without_filled_keys(value) == value
+
+
+def test_a_file_has_the_columns_that_it_was_written_with(tmp_path: Path) -> None:
+    """Folders named KEY=VALUE above a parquet file add nothing to its rows."""
+    (tmp_path / "split=train").mkdir()
+    file = open_data_file(written([{"x": 1}], tmp_path / "split=train" / "rows.parquet"))
+    assert file.row(0) == {"x": 1}
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    """Two columns, or two fields of a struct, of one name are an error with the name: only one could be read."""
+    twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
+    inner = pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], names=["b", "b"])
+    nested = pa.table({"x": pa.ListArray.from_arrays([0, 1], inner)})
+    for table, name in ((twice, "a"), (nested, "x.b")):
+        pq.write_table(table, tmp_path / "rows.parquet")
+        with pytest.raises(DatasetError, match=f"must have each column once, got {name} more than once"):
+            open_data_file(str(tmp_path / "rows.parquet"))
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_a_key_that_is_there_twice_makes_a_bad_row(suffix: str, tmp_path: Path) -> None:
+    """A JSON object, also one within the row, that gives a key twice is named: only one value could be read."""
+    texts = ['{"a": 1}', '{"a": 1, "a": 2}', '{"a": {"b": 1, "c": 0, "b": 1}}', '{"a": [{"b": 1}, {"b": 1}]}']
+    path = tmp_path / f"rows{suffix}"
+    path.write_text("[" + ",".join(texts) + "]" if suffix == ".json" else "\n".join(texts))
+    found = list(open_data_file(str(path)).rows())
+    assert [type(row) for row in found] == [dict, DatasetError, DatasetError, dict]
+    assert "2: a must be there once" in str(found[1])
+    assert "3: b must be there once" in str(found[2])
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (b'{"a": NaN}', "JSON has no NaN"),
+        (b'{"a": "\xe4"}', "UTF-8"),
+        (b'{"a": "\\ud800"}', "must be a JSON object"),
+        (b"[" * 100_000, "recursion"),
+    ],
+)
+def test_what_is_no_json_is_a_bad_row(line: bytes, expected: str, tmp_path: Path) -> None:
+    """NaN, bytes of another encoding, half characters and endless nesting are errors of their row, with a reason."""
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": 0}\n' + line + b"\n")
+    good, bad = open_data_file(str(path)).rows()
+    assert good == {"a": 0}
+    assert f"{path}, line 2" in str(bad)
+    assert expected in str(bad)
+
+
+def test_another_unicode_is_refused_as_a_whole(tmp_path: Path) -> None:
+    """A file in UTF-16 is one error with the way to convert it."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n', encoding="utf-16")
+    with pytest.raises(DatasetError, match="must be UTF-8, got UTF-16; convert it"):
+        open_data_file(str(path))
+
+
+def test_a_packed_file_is_to_be_unpacked(tmp_path: Path) -> None:
+    """A compressed file is refused with the cure."""
+    (tmp_path / "rows.jsonl.gz").touch()
+    with pytest.raises(DatasetError, match=r"got .*rows\.jsonl\.gz; unpack it"):
+        open_data_file(str(tmp_path / "rows.jsonl.gz"))
+
+
+def test_lines_that_change_during_a_run_are_an_error(tmp_path: Path) -> None:
+    """JSON lines stay in their file; once it has another content, or is gone, no row of it is given out."""
+    path = tmp_path / "rows.jsonl"
+    file = open_data_file(written([{"a": 1}, {"a": 2}], path))
+    assert file.row(1) == {"a": 2}
+    path.write_text('{"b": 12345}\n{"b": 2}\n')
+    with pytest.raises(DatasetError, match="must not change while a run reads it"):
+        file.row(1)
+    path.unlink()
+    with pytest.raises(DatasetError, match="must stay readable"):
+        file.row(1)
+
+
+def test_lines_are_not_held_in_memory(tmp_path: Path) -> None:
+    """Of a large file of JSON lines only the places of its lines are kept."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"a": "{"x" * 10_000}"}}\n' * 1000)
+    tracemalloc.start()
+    try:
+        file = open_data_file(str(path))
+        assert tracemalloc.get_traced_memory()[1] < path.stat().st_size / 20
+    finally:
+        tracemalloc.stop()
+    assert len(file) == 1000
+
+
+def test_a_row_that_python_cannot_hold_is_the_only_bad_one(tmp_path: Path) -> None:
+    """A date beyond Python's in a parquet file makes its own row bad, not those around it."""
+    table = pa.table({"when": pa.array([0, 2**62, 1], pa.timestamp("us")), "x": [1, 2, 3]})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    found = list(open_data_file(str(tmp_path / "rows.parquet")).rows())
+    assert [type(row) for row in found] == [dict, DatasetError, dict]
+    assert "rows.parquet, row 2 must be readable" in str(found[1])
+
+
+def test_a_digest_is_that_of_the_content(tmp_path: Path) -> None:
+    """The same content under another name has the same digest, another content another one, in every form."""
+    for suffix in (".parquet", ".json", ".jsonl"):
+        first, same, other = (
+            open_data_file(written([{"x": number}], tmp_path / f"{name}{suffix}")).digest
+            for name, number in (("a", 1), ("b", 1), ("c", 2))
+        )
+        assert first == same != other
