@@ -10,7 +10,7 @@ import pytest
 
 from ostinato_agent_loop import AgentLoopOutput, RewardResult
 from ostinato_tokenization.testing import tiny_chat_tokenizer
-from ostinato_trainer.config_reward import CustomRewardConfig, RewardConfig
+from ostinato_trainer.config_reward import CombineConfig, CustomRewardConfig, OverlongBufferConfig, RewardConfig
 from ostinato_trainer.errors import RewardError
 from ostinato_trainer.rewards import RewardManager
 
@@ -100,6 +100,12 @@ async def test_async_functions_run_on_the_loop_and_sync_ones_beside_it() -> None
         ([1.0], "number or a mapping"),
         ({"reward": 1.0}, "key score, got reward"),
         ({"score": float("nan")}, "finite"),
+        ({}, "key score, got nothing"),
+        ({"score": None}, "number or a mapping"),
+        ({"score": {"score": 1.0}}, "number or a mapping"),
+        (10**400, "number or a mapping"),
+        (1j, "number or a mapping"),
+        (object(), "number or a mapping"),
     ],
 )
 async def test_an_answer_that_is_no_score_is_an_error(answer: Any, expected: str) -> None:
@@ -223,3 +229,192 @@ async def test_no_segments_are_an_error() -> None:
     """A trajectory without a segment has no score."""
     with pytest.raises(RewardError, match="at least one segment"):
         await manager()(ROW, [])
+
+
+async def test_further_keys_may_differ_from_one_answer_to_the_next() -> None:
+    """Each trajectory keeps the keys that its own answer had, none, some or others, and no key is a score."""
+    answers = iter([{"score": 1, "acc": True}, {"score": 0, "pred": "x", "acc": False}, 0.5, {"score": 0, 7: [1, 2]}])
+
+    def ragged(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> Any:
+        return next(answers)
+
+    rewards = manager(ragged)
+    results = [await rewards(ROW, ANSWER) for _ in range(4)]
+    assert [result.score for result in results] == [1.0, 0.0, 0.5, 0.0]
+    assert [result.extra for result in results] == [{"acc": True}, {"pred": "x", "acc": False}, {}, {"7": [1, 2]}]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_what_a_function_does_to_its_arguments_is_its_own(is_async: bool) -> None:
+    """A function that changes the row or what tools gave changes neither for the siblings that share them."""
+    row = {"extra_info": {"steps": [1]}, "reward_model": {"ground_truth": ["a"]}}
+    rewarded = [output(("x", 1), extra_fields={"tool_rewards": [1.0]})]
+
+    def plain(data_source: str, solution_str: str, ground_truth: list, extra_info: dict) -> float:
+        extra_info["steps"].append(2)
+        extra_info["tool_rewards"].clear()
+        ground_truth.clear()
+        return 1.0
+
+    async def coroutine(data_source: str, solution_str: str, ground_truth: list, extra_info: dict) -> float:
+        return plain(data_source, solution_str, ground_truth, extra_info)
+
+    await manager(coroutine if is_async else plain)(row, rewarded)
+    assert row == {"extra_info": {"steps": [1]}, "reward_model": {"ground_truth": ["a"]}}
+    assert rewarded[0].extra_fields == {"tool_rewards": [1.0]}
+
+
+async def test_threads_that_hang_are_bounded() -> None:
+    """Calls that never return are left behind up to a number; then the function is refused, until they return."""
+    release = threading.Event()
+
+    def hang(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+        if data_source == "hang":
+            release.wait()
+        return 1.0
+
+    rewards = manager(hang, timeout_s=0.05, num_workers=64)
+    row = {**ROW, "data_source": "hang"}
+    first = await asyncio.gather(*(rewards(row, ANSWER) for _ in range(64)), return_exceptions=True)
+    assert all("reward.timeout_s=0.05" in str(error) for error in first)
+    for _ in range(3):
+        with pytest.raises(RewardError, match=r"64 calls that run on beyond their deadline.*reward.executor=process"):
+            await rewards(row, ANSWER)
+    release.set()
+    while True:
+        try:
+            assert (await rewards(ROW, ANSWER)).score == 1.0
+            break
+        except RewardError:  # the threads are on their way
+            await asyncio.sleep(0.01)
+
+
+OWN = """
+import math, time
+
+def grade(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
+    if solution_str == "hold":
+        math.factorial(2**24)  # in C, and never lets another thread run
+    if solution_str == "nan":
+        return float("nan")
+    if solution_str == "raise":
+        raise KeyError("boom")
+    return {"score": bonus, "text": solution_str, "index": extra_info.get("index")}
+
+async def later(data_source, solution_str, ground_truth, extra_info):
+    return 0.25
+"""
+
+
+async def test_a_function_in_a_process_cannot_stop_the_loop(tmp_path: Path) -> None:
+    """With `executor: process` a function that keeps the interpreter's lock stops neither loop nor deadline, and leaves nothing."""
+    (tmp_path / "own.py").write_text(OWN)
+    custom = CustomRewardConfig(path=str(tmp_path / "own.py"), name="grade", reward_kwargs={"bonus": 2.5})
+    rewards = manager(custom_reward_function=custom, executor="process", num_workers=2, timeout_s=5.0)
+    try:
+        assert await rewards(ROW, [output(("hi", 1))]) == RewardResult(score=2.5, extra={"text": "hi", "index": 3})
+        for text, expected in (("nan", "finite score"), ("raise", "KeyError: 'boom'")):
+            with pytest.raises(RewardError, match=expected):
+                await rewards(ROW, [output((text, 1))])
+        holding = asyncio.create_task(rewards(ROW, [output(("hold", 1))]))
+        assert (await rewards(ROW, [output(("hi", 1))])).score == 2.5
+        holding.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await holding
+        assert (await rewards(ROW, [output(("hi", 1))])).score == 2.5
+    finally:
+        await rewards.aclose()
+
+
+async def test_a_deadline_kills_what_runs_in_a_process(tmp_path: Path) -> None:
+    """A function that hangs in a process meets its deadline, and an async one is awaited there."""
+    (tmp_path / "own.py").write_text(OWN)
+
+    def own(name: str, timeout_s: float) -> RewardManager:
+        custom = CustomRewardConfig(path=str(tmp_path / "own.py"), name=name)
+        return manager(custom_reward_function=custom, executor="process", num_workers=1, timeout_s=timeout_s)
+
+    hasty, patient = own("grade", 1.0), own("later", 60.0)
+    try:
+        with pytest.raises(RewardError, match=r"grade must answer within reward.timeout_s=1"):
+            await hasty(ROW, [output(("hold", 1))])
+        assert (await patient(ROW, ANSWER)).score == 0.25
+    finally:
+        await asyncio.gather(hasty.aclose(), patient.aclose())
+
+
+def module_level(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+    return 0.75
+
+
+async def test_a_function_that_is_passed_runs_in_a_process_if_it_can_be_found() -> None:
+    """A function of a module's top level is found by its name; one inside a function is refused at the start."""
+    rewards = manager(module_level, executor="process")
+    try:
+        assert (await rewards(ROW, ANSWER)).score == 0.75
+    finally:
+        await rewards.aclose()
+    with pytest.raises(RewardError, match="must be found by its name to run in a process"):
+        manager(lambda data_source, solution_str, ground_truth, extra_info: 1.0, executor="process")
+
+
+async def test_parts_are_combined_by_configuration() -> None:
+    """Score, tools and length make one reward, each recorded under its own name beside the function's keys."""
+
+    def grade(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> dict:
+        return {"score": 1.0, "acc": 1.0}
+
+    rewards = RewardManager(
+        RewardConfig(
+            combine=CombineConfig(tool_rewards=0.5, turn_scores=1.0, reduction="mean"),
+            overlong_buffer=OverlongBufferConfig(enable=True, len=4),
+        ),
+        TOKENIZER,
+        compute_score=grade,
+        max_response_length=8,
+    )
+    fields = {"tool_rewards": [1.0, 0.0], "turn_scores": [2.0]}
+    result = await rewards(ROW, [output(("abc", 1)), output(("def", 1), extra_fields=fields)])
+    assert result.extra == {
+        "acc": 1.0,
+        "outcome_reward": 1.0,
+        "tool_reward": 0.5,
+        "turn_reward": 2.0,
+        "overlong_reward": -0.5,  # both segments are 6 of 8 tokens long
+    }
+    assert result.score == 1.0 + 0.25 + 2.0 - 0.5
+
+
+async def test_a_key_that_names_a_part_is_refused() -> None:
+    """A function's own key must not be overwritten by a part of the reward of the same name."""
+
+    def grade(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> dict:
+        return {"score": 1.0, "tool_reward": 5.0}
+
+    assert (await manager(grade)(ROW, ANSWER)).extra == {"tool_reward": 5.0}
+    with pytest.raises(RewardError, match="must not return the key tool_reward"):
+        await manager(grade, combine=CombineConfig(tool_rewards=1.0))(ROW, ANSWER)
+
+
+async def test_without_weight_the_score_is_not_asked_for() -> None:
+    """Tools alone can be the reward; then rows need no scorer and a function is not called."""
+    rewards = manager(combine=CombineConfig(score=0.0, tool_rewards=1.0))
+    rewards.check_data_sources(["nobody's"])
+    result = await rewards({"data_source": "nobody's"}, [output(("x", 1), extra_fields={"tool_rewards": [0.5, 0.5]})])
+    assert result == RewardResult(score=1.0, extra={"tool_reward": 1.0})
+
+
+async def test_calls_keep_to_the_rate() -> None:
+    """With `max_rpm` the second call waits for its turn, which does not count as the function's time."""
+
+    async def one(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+        return 1.0
+
+    loop = asyncio.get_running_loop()
+    rewards = manager(one, max_rpm=60 / 0.2, timeout_s=0.15)
+    began = loop.time()
+    results = await asyncio.gather(*(rewards(ROW, ANSWER) for _ in range(3)))
+    assert [result.score for result in results] == [1.0, 1.0, 1.0]
+    assert loop.time() - began >= 0.39  # a lower bound: no machine is too slow for it
+    waiting = asyncio.create_task(manager(one, max_rpm=1e-3)(ROW, ANSWER))
+    assert (await waiting).score == 1.0

@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato_trainer.errors import RewardError
-from ostinato_trainer.scorers import SCORERS, ground_truth_of, normalized_number, score_gsm8k, scorer_for
+from ostinato_trainer.math_scorer import score_math, score_math_dapo
+from ostinato_trainer.scorers import (
+    SCORERS,
+    BuiltInScorers,
+    ground_truth_of,
+    normalized_number,
+    score_gsm8k,
+    scorer_for,
+)
 
 
 def score(text: str, truth: str = "1000", **keys: object) -> float:
@@ -87,3 +95,35 @@ def test_an_unknown_data_source_lists_the_known() -> None:
     for unknown in ("x", None):
         with pytest.raises(RewardError, match=r"openai/gsm8k.*reward.custom_reward_function.path"):
             scorer_for(unknown)
+
+
+@pytest.mark.parametrize(
+    ("data_source", "scorer"),
+    [
+        ("HuggingFaceH4/MATH-500", score_math),
+        ("lighteval/MATH", score_math),
+        ("DigitalLearningGmbH/MATH-lighteval", score_math),
+        ("math_dapo", score_math_dapo),
+        ("aime2024", score_math_dapo),
+        ("aime_2025", score_math_dapo),
+    ],
+)
+def test_the_field_s_data_sources_have_their_scorers(data_source: str, scorer: object) -> None:
+    """The names that data sets of this field carry are known, AIME of any year among them."""
+    assert scorer_for(data_source) is scorer
+
+
+async def test_each_scorer_gets_the_arguments_that_it_takes() -> None:
+    """Arguments for one scorer do not trouble another of the same data; what none of the rows' scorers takes is refused."""
+    pytest.importorskip("math_verify")
+    scorers = BuiltInScorers({"method": "flexible", "wrong_score": -1.0}, 1)
+    scorers.check(["openai/gsm8k", "HuggingFaceH4/MATH-500"])
+    row = {"solution_str": "it is 42", "ground_truth": "42", "extra_info": {}}
+    assert (await scorers({**row, "data_source": "openai/gsm8k"}))["score"] == 1.0
+    assert (await scorers({**row, "data_source": "HuggingFaceH4/MATH-500"}))["score"] == -1.0
+    with pytest.raises(RewardError, match="arguments of the scorers of these rows, got method"):
+        scorers.check(["HuggingFaceH4/MATH-500"])
+    for unknown in ("speed", "equivalent", "ground_truth"):
+        with pytest.raises(RewardError, match=f"arguments of any built-in scorer, got {unknown}"):
+            BuiltInScorers({unknown: 1}, 1)
+    await scorers.aclose()
