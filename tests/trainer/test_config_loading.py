@@ -136,7 +136,7 @@ def test_unknown_keys_name_the_right_one(override: str, right: str) -> None:
     [
         ("critic.optim.lr=1", "no critic"),
         ("actor_rollout_ref.ref.log_prob_micro_batch_size=1", "reference policy"),
-        ("async_training.staleness_threshold=0.1", "on-policy"),
+        ("async_training.staleness_threshold=0.1", "trainer.max_staleness"),
         (f"{ROLLOUT}.free_cache_engine=true", "keeps its memory"),
         (f"{ACTOR}.strategy=fsdp2", "not in this version"),
         (f"{ACTOR}.strategy=megatron", "not in this version"),

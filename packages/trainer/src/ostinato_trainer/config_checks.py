@@ -18,6 +18,7 @@ from ostinato_trainer.config_algorithm_checks import (
     uses_groups,
 )
 from ostinato_trainer.config_reward_checks import reward_problems, unread_reward_keys
+from ostinato_trainer.config_sampling_checks import sampling_problems, sampling_rules, uncorrected_staleness
 from ostinato_trainer.errors import ConfigError
 
 __all__ = ["check_runnable", "consistency_problems", "problems_text", "unread_keys"]
@@ -105,6 +106,7 @@ def consistency_problems(config: Config) -> list[str]:
             "trainer.resume_from_path must name a checkpoint while trainer.resume_mode is resume_path, got null; "
             "write the folder global_step_N to go on from"
         )
+    problems += sampling_problems(config)
     if len(set(config.trainer.logger)) < len(config.trainer.logger):
         names = ", ".join(config.trainer.logger)
         problems.append(f"trainer.logger must name each logger once, got [{names}]; remove the repeated name")
@@ -133,8 +135,13 @@ def unread_keys(config: Config, written: Collection[str]) -> list[str]:
             (f"{_ACTOR}.clip_ratio",),
         ),
         *algorithm_rules(config),
+        *sampling_rules(config),
         (not config.data.shuffle, "data.shuffle is false", ("data.seed",)),
-        (not config.data.val_paths, "data.val_files is empty", ("data.val_max_samples",)),
+        (
+            not config.data.val_paths,
+            "data.val_files is empty",
+            ("data.val_max_samples", "trainer.log_val_generations", "trainer.validation_data_dir"),
+        ),
         (
             config.data.filter_overlong_prompts and config.data.truncation != "error",
             "data.filter_overlong_prompts is true",
@@ -204,6 +211,11 @@ def check_runnable(config: Config) -> None:
             f"data.val_files must name a file while trainer.test_freq is {trainer.test_freq}, got none; "
             "write data.val_files=PATH or trainer.test_freq=-1"
         )
+    if trainer.val_only and not config.data.val_paths:
+        problems.append(
+            "data.val_files must name a file while trainer.val_only is true, got none; "
+            "write data.val_files=PATH or trainer.val_only=false"
+        )
     problems += engine_problems(config)
     for path, value in (("trainer.nnodes", trainer.nnodes), ("trainer.n_gpus_per_node", trainer.n_gpus_per_node)):
         if value > 1:
@@ -211,6 +223,8 @@ def check_runnable(config: Config) -> None:
     problems += missing_algorithms(config)
     if problems:
         raise ConfigError(problems_text(problems))
+    if (stale := uncorrected_staleness(config)) is not None:
+        logger.warning("%s", stale)
     if rollout.n == 1 and uses_groups(config):
         logger.warning(
             "%s.n is 1: a group of one has no baseline, so its advantage is its plain reward; write %s.n=4 or more",

@@ -135,6 +135,16 @@ RENAMED_NAMES: Final[dict[str, str]] = {
     "sapo_temperature_neg": f"{_ACTOR}.tau_neg",
     "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
     "grpo_std_normalization": "algorithm.norm_adv_by_std_in_grpo",
+    "max_staleness": "trainer.max_staleness",
+    "max_staleness_steps": "trainer.max_staleness",
+    "max_off_policy_steps": "trainer.max_staleness",
+    "max_steps_off_policy": "trainer.max_staleness",
+    "max_off_policy_threshold": "trainer.max_staleness",
+    "max_head_offpolicyness": "trainer.max_staleness",
+    "max_trajectory_age_steps": "trainer.max_staleness",
+    "dynamic_sampling": "algorithm.filter_groups.enable",
+    "use_dynamic_sampling": "algorithm.filter_groups.enable",
+    "dynamic_sampling_max_gen_batches": "algorithm.filter_groups.max_num_gen_batches",
     "num_train_epochs": "trainer.total_epochs",
     "max_steps": "trainer.total_training_steps",
     "save_steps": "trainer.save_freq",
@@ -187,30 +197,24 @@ RENAMED_NAMES: Final[dict[str, str]] = {
 }
 """Last name of a key, wherever it was written -> full path here."""
 
-_ON_POLICY: Final = "this version trains on-policy, every batch sampled with the newest weights"
+_AHEAD: Final = "how far ahead of training is sampled is trainer.max_staleness, counted in policy versions"
+_EVERY_STEP: Final = "weights go to the engine after every step"
 _LOG_PROB: Final = f"log-probabilities are computed {_ACTOR}.ppo_max_token_len_per_gpu tokens at a time"
 _ONE_DEVICE: Final = "this version trains on one device"
 _NO_ADAPTERS: Final = "this version trains all weights"
 _ONE_ENGINE: Final = f"there is one engine, in this process or under {_ROLLOUT}.engine_python"
 
 UNREAD_NAMES: Final[dict[str, str]] = {
-    "staleness_threshold": _ON_POLICY,
-    "max_staleness": _ON_POLICY,
-    "max_staleness_steps": _ON_POLICY,
-    "max_off_policy_steps": _ON_POLICY,
-    "max_steps_off_policy": _ON_POLICY,
-    "max_off_policy_threshold": _ON_POLICY,
-    "max_head_offpolicyness": _ON_POLICY,
-    "max_trajectory_age_steps": _ON_POLICY,
-    "partial_rollout": _ON_POLICY,
-    "parameter_sync_step": _ON_POLICY,
-    "trigger_parameter_sync_step": _ON_POLICY,
-    "weight_sync_steps": _ON_POLICY,
+    "staleness_threshold": _AHEAD,
+    "partial_rollout": f"turns under way go on after new weights have come; see {_ROLLOUT}.pool.sync_pause",
+    "parameter_sync_step": _EVERY_STEP,
+    "trigger_parameter_sync_step": _EVERY_STEP,
+    "weight_sync_steps": _EVERY_STEP,
     "free_cache_engine": "the engine keeps its memory while the trainer computes",
     "load_format": "the engine loads the model's files, and then the trainer's weights",
     "vllm_mode": _ONE_ENGINE,
     "vllm_num_engines": _ONE_ENGINE,
-    "async_train": _ON_POLICY,
+    "async_train": _AHEAD,
     "importance_sampling_level": "ratios are of tokens",
     "mask_truncated_completions": "a truncated answer is scored like any other",
     "gradient_accumulation_steps": (
@@ -272,7 +276,7 @@ UNREAD_SECTIONS: Final[dict[str, str]] = {
     "reward_model": "a reward model is a server that is asked over HTTP; see reward.reward_model.url",
     "reward.reward_manager": "each trajectory is scored as soon as it ends; see reward.combine",
     "reward.overlong_buffer.log": "the punishment is always recorded",
-    "async_training": _ON_POLICY,
+    "async_training": _AHEAD,
     "ray_kwargs": "this version runs in one process",
     "ray_init": "this version runs in one process",
 }
