@@ -135,7 +135,6 @@ RENAMED_NAMES: Final[dict[str, str]] = {
     "sapo_temperature_neg": f"{_ACTOR}.tau_neg",
     "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
     "grpo_std_normalization": "algorithm.norm_adv_by_std_in_grpo",
-    "max_staleness": "trainer.max_staleness",
     "max_staleness_steps": "trainer.max_staleness",
     "max_off_policy_steps": "trainer.max_staleness",
     "max_steps_off_policy": "trainer.max_staleness",
