@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +16,7 @@ import msgspec
 
 from ostinato_trainer.errors import CheckpointError
 
-__all__ = ["FileRecord", "Inventory", "check_complete", "flush", "read_inventory", "seal"]
+__all__ = ["FileRecord", "Inventory", "check_complete", "check_files", "flush", "read_inventory", "seal"]
 
 _INVENTORY: Final = "checkpoint.json"
 _FORMAT: Final = "ostinato-checkpoint-2"
@@ -94,9 +94,18 @@ def check_complete(directory: str | Path) -> Inventory:
     """
     directory = Path(directory)
     inventory = read_inventory(directory)
-    for name, record in inventory.files.items():
-        _check_file(directory / name, record)
+    check_files(directory, inventory, inventory.files)
     return inventory
+
+
+def check_files(directory: Path, inventory: Inventory, names: Iterable[str]) -> None:
+    """Check some files of a checkpoint.
+
+    Raises:
+        CheckpointError: One is missing, of another size or changed; the message names it.
+    """
+    for name in names:
+        _check_file(directory / name, inventory.files[name])
 
 
 def flush(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The `ostinato` command: quickstart, train, sft, prepare, config, chat, serve.
+"""The `ostinato` command: quickstart, train, sft, prepare, config, export, chat, serve.
 
 Every foreseen failure ends in one message (what is wrong, where, and the cure) and a non-zero exit; only a fault of ours shows a traceback.
 Heavy imports happen inside the commands, so that `ostinato config` and `--help` are quick.
@@ -125,6 +125,21 @@ def config(
     console = Console()
     for row in rows:
         _print_key(console, row)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, global_step_N, or the folder of a run: its newest.")],
+    output: Annotated[Path, typer.Argument(help="A new folder for the model, in the Hugging Face format.")],
+    best: Annotated[bool, typer.Option("--best", help="Of a run's folder, the best by trainer.best_metric.")] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="Convert the weights: bfloat16, float16 or float32; default: as they are.")
+    ] = None,
+) -> None:
+    """Copy the model of a checkpoint to a folder of its own, after a look at its checksums."""
+    from ostinato_trainer.model_export import export_model
+
+    export_model(checkpoint, output, best=best, dtype=dtype, console=Console())
 
 
 @app.command()

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from ostinato_trainer.interrupts import TERMINATED
 from ostinato_trainer.terminal_log import logging_to_terminal
 
 __all__ = ["expected_errors", "run_reporting_errors"]
@@ -40,7 +41,8 @@ _REFUSALS: Final = {
 
 
 def run_reporting_errors(command: Callable[[], object]) -> int:
-    """Run `command` and return its exit status: 0, 1 for an expected error, 2 for wrong usage, 130 for Ctrl-C."""
+    """Run `command` and return its exit status: 0, 1 for an expected error, 2 for wrong usage, 130 for Ctrl-C, 143
+    for SIGTERM."""
     try:
         with logging_to_terminal():
             status = command()
@@ -48,6 +50,10 @@ def run_reporting_errors(command: Callable[[], object]) -> int:
         status = INTERRUPTED
     except typer.Exit as request:
         status = request.exit_code
+    except SystemExit as request:
+        if request.code != TERMINATED:
+            raise
+        status = TERMINATED
     except _UsageError as error:
         return _report_usage(error)
     except BrokenPipeError:
@@ -62,7 +68,7 @@ def run_reporting_errors(command: Callable[[], object]) -> int:
         _say("error", f"{error.filename or 'a file'} must be accessible, got {error.strerror}; {cure}")
         return 1
     status = status if isinstance(status, int) else 0
-    if status == INTERRUPTED:
+    if status in (INTERRUPTED, TERMINATED):
         if sys.stderr.isatty():
             sys.stderr.write("\n")  # below the ^C of the terminal
         _say("interrupted", "nothing is left half-written; checkpoints that are there are complete")

@@ -1,4 +1,4 @@
-"""Ctrl-C for a program that both waits and computes in one event loop.
+"""Ctrl-C, and SIGTERM, for a program that both waits and computes in one event loop.
 
 `asyncio.run` cancels its main task, which takes effect at the next `await`; a forward pass or a checkpoint has none. Here the main task is
 interrupted on the spot while it computes, and cancelled while it waits; either way it unwinds, so that what it holds is released.
@@ -11,9 +11,12 @@ import signal
 import threading
 from collections.abc import Coroutine
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
-__all__ = ["run_interruptibly"]
+__all__ = ["TERMINATED", "run_interruptibly"]
+
+TERMINATED: Final = 128 + signal.SIGTERM
+"""Exit status after SIGTERM, as shells have it."""
 
 
 def run_interruptibly(main: Coroutine[Any, Any, None]) -> None:
@@ -21,35 +24,41 @@ def run_interruptibly(main: Coroutine[Any, Any, None]) -> None:
 
     Raises:
         KeyboardInterrupt: Ctrl-C came, and `main` has unwound.
+        SystemExit: SIGTERM came, to which the program has no answer of its own, and `main` has unwound; the status is 143.
     """
-    if asyncio.run(_interrupted(main)):
+    ended_by = asyncio.run(_interrupted(main))
+    if ended_by == signal.SIGTERM:
+        raise SystemExit(TERMINATED)
+    if ended_by is not None:
         raise KeyboardInterrupt
 
 
-async def _interrupted(main: Coroutine[Any, Any, None]) -> bool:
-    """Whether Ctrl-C ended `main`."""
+async def _interrupted(main: Coroutine[Any, Any, None]) -> int | None:
+    """The signal that ended `main`, if one did."""
     if threading.current_thread() is not threading.main_thread():
         await main
-        return False
+        return None
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    num_interrupts = 0
+    received: list[int] = []
 
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        nonlocal num_interrupts
-        num_interrupts += 1
-        if num_interrupts > 1 or asyncio.current_task(loop) is task:
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) > 1 or asyncio.current_task(loop) is task:
             raise KeyboardInterrupt
         task.cancel()
         loop.call_soon_threadsafe(lambda: None)  # wakes a loop that waits for nothing but time
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = {signal.SIGINT: signal.signal(signal.SIGINT, interrupt)}
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        before[signal.SIGTERM] = signal.signal(signal.SIGTERM, interrupt)
     try:
         await main
     except (KeyboardInterrupt, asyncio.CancelledError):
-        if not num_interrupts:
+        if not received:
             raise
-        return True
+        return received[0]
     finally:
-        signal.signal(signal.SIGINT, before)
-    return False
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return None
