@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ostinato_agent_loop import Trajectory, TrajectoryEnd
 from ostinato_trainer.batch import Batch
+from ostinato_trainer.reward_metrics import reward_metrics
 from ostinato_trainer.spreads import spread
 
 __all__ = ["batch_metrics", "step_metrics", "timing_metrics", "tool_metrics", "turn_metrics"]
@@ -84,7 +85,8 @@ def tool_metrics(outcomes: Sequence[Mapping[str, int]]) -> dict[str, float]:
 def step_metrics(
     batch: Batch, trajectories: Sequence[Trajectory], *, max_prompt_length: int | None = None
 ) -> dict[str, float]:
-    """All that a step's batch and trajectories say: `batch_metrics`, turns, tools, cut responses, failures.
+    """All that a step's batch and trajectories say: `batch_metrics`, turns, tools, cut responses, failures, and
+    what rewards say beside the score.
 
     Args:
         batch: What was trained on.
@@ -103,7 +105,7 @@ def step_metrics(
     metrics["training/num_failed_trajectories"] = float(
         sum(trajectory.failure is not None for trajectory in trajectories)
     )
-    return metrics
+    return metrics | reward_metrics(trajectories)
 
 
 def timing_metrics(

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from ostinato_agent_loop import Trajectory
+from ostinato_trainer.reward_metrics import numbers_of
 from ostinato_trainer.spreads import spread
 
 __all__ = ["ValidationSample", "pass_at_k", "sample_metrics", "validation_metrics"]
@@ -133,16 +134,10 @@ def _sample_of(trajectory: Trajectory) -> ValidationSample:
     source = str(trajectory.row.get("data_source") or "unknown")
     if trajectory.failure is not None or trajectory.reward is None:
         return ValidationSample(source, trajectory.group_id, {}, failed=True)
-    extra = trajectory.reward.extra
-    found = {name: float(value) for name, value in extra.items() if _is_number(value)}
-    answer = extra.get("pred")
+    answer = trajectory.reward.extra.get("pred")
     return ValidationSample(
         source,
         trajectory.group_id,
-        {**found, "score": trajectory.reward.score},
+        {**numbers_of(trajectory.reward), "score": trajectory.reward.score},
         answer=answer if isinstance(answer, str) else None,
     )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, bool | int | float | np.number) and math.isfinite(value)
