@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato_trainer.errors import DatasetError
+from ostinato_trainer.fingerprint import DataFingerprint
 from ostinato_trainer.prompt_loader import PromptLoader
 
 
@@ -106,3 +107,57 @@ def test_fewer_rows_than_a_batch_are_an_error() -> None:
     """A batch that cannot be filled names the key and the largest value that can."""
     with pytest.raises(DatasetError, match=r"data.train_batch_size=2"):
         loader(size=2, batch_size=3)
+
+
+class Known(Numbers):
+    """Numbers that say what they are."""
+
+    def __init__(self, size: int, *, files: list[tuple[str, str]], rows: str = "all") -> None:
+        super().__init__(size)
+        self.fingerprint = DataFingerprint(files=files, rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        (Known(12, files=[("b", "2")]), "got another content of b (then a); put the file back"),
+        (Known(12, files=[("a", "1"), ("b", "2")]), "must name the files of the state, 1 of them, got 2"),
+        (Known(12, files=[("a", "1")], rows="few"), "data.filter_overlong_prompts"),
+        (Known(11, files=[("a", "1")]), "must hold the 12 rows"),
+    ],
+)
+def test_the_state_of_other_rows_is_refused_by_name(dataset: Known, expected: str) -> None:
+    """Another content, number of files or choice of rows is said, with what to put back."""
+    first = PromptLoader(Known(12, files=[("a", "1")]), batch_size=3, shuffle=True, seed=5)
+    state = json.loads(json.dumps(first.state_dict()))
+    with pytest.raises(DatasetError) as caught:
+        PromptLoader(dataset, batch_size=3, shuffle=True, seed=5).load_state_dict(state)
+    assert expected in str(caught.value)
+
+
+def test_the_same_rows_may_lie_elsewhere() -> None:
+    """Files that were moved or renamed are the same rows."""
+    first = PromptLoader(Known(12, files=[("a", "1")]), batch_size=3, shuffle=True, seed=5)
+    first.next_indices()
+    second = PromptLoader(Known(12, files=[("elsewhere/a", "1")]), batch_size=3, shuffle=True, seed=5)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.next_indices() == first.next_indices()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("seed", 6, "data.seed must be what it was when the state was saved, got 5 instead of 6; write data.seed=6"),
+        ("batch_size", 4, "write data.train_batch_size=4"),
+        ("shuffle", False, "write data.shuffle=false"),
+        ("batch", "2", "must be inside an epoch of 4 batches"),
+        ("epoch", None, "must be inside an epoch of 4 batches"),
+        ("data", {"files": 3}, "must be a fingerprint"),
+    ],
+)
+def test_a_wrong_entry_of_a_state_is_named_with_its_key(key: str, value: object, expected: str) -> None:
+    """What differs is named by the key of the configuration that sets it; nonsense is refused."""
+    batches = PromptLoader(Known(12, files=[("a", "1")]), batch_size=3, shuffle=True, seed=5)
+    with pytest.raises(DatasetError) as caught:
+        batches.load_state_dict({**batches.state_dict(), key: value})
+    assert expected in str(caught.value)
