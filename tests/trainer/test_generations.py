@@ -64,3 +64,31 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path, caplog):
         for step in (1, 2):
             files.write(step, [trajectory("a", score=1.0)])
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_run_keeps_what_it_sampled_and_shows_some_of_it(quickstart_home, tmp_path, capsys):
+    """A validation alone trains and saves nothing; its samples are in the folder and on the console."""
+    from ostinato_trainer.assembly import run_training
+    from ostinato_trainer.config_loading import load_config
+
+    config = load_config(
+        [quickstart_home / "config.yaml"],
+        [
+            "trainer.val_only=true",
+            "trainer.log_val_generations=2",
+            f"trainer.validation_data_dir={tmp_path / 'val'}",
+            f"trainer.rollout_data_dir={tmp_path / 'rollouts'}",
+            f"trainer.default_local_dir={tmp_path / 'run'}",
+            "data.val_max_samples=3",
+            "data.max_response_length=48",
+        ],
+    )
+    run_training(config)
+    assert not list((tmp_path / "run").glob("global_step_*"))
+    assert not (tmp_path / "rollouts").exists()
+    rows = [json.loads(line) for line in (tmp_path / "val" / "0.jsonl").read_text().splitlines()]
+    assert len(rows) == 3
+    assert all("Tools: calculator" in row["input"] for row in rows)
+    assert capsys.readouterr().out.count("[step 0] output: ") == 2
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert any(name.startswith("val-core/") for name in json.loads(line))

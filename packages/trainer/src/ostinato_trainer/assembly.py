@@ -29,6 +29,7 @@ from ostinato_trainer.config_checks import check_runnable
 from ostinato_trainer.critic_update import critic_update_settings
 from ostinato_trainer.data_assembly import build_datasets
 from ostinato_trainer.dataset import PromptDataset
+from ostinato_trainer.generations import GenerationWatch
 from ostinato_trainer.interrupts import run_interruptibly
 from ostinato_trainer.kl_control import KLController
 from ostinato_trainer.local_backend import LocalBackend, LocalBackendOptions
@@ -93,7 +94,7 @@ async def _run(
         train_rows, batch_size=config.data.train_batch_size, shuffle=config.data.shuffle, seed=config.data_seed
     )
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
-    if point is not None and point.step >= total_steps:
+    if point is not None and point.step >= total_steps and not config.trainer.val_only:
         logger.warning(
             "Nothing is left to do: %s is step %d of %d; more trainer.total_training_steps or total_epochs would go on from there",
             point.directory,
@@ -137,7 +138,12 @@ async def _run(
             pool=pool,
             backend=backend,
             checkpoints=checkpoints,
-            callbacks=[StepFunction(loggers.log), *own_callbacks, *callbacks],
+            callbacks=[
+                StepFunction(loggers.log),
+                GenerationWatch(config.trainer, loggers, tokenizer.decode),
+                *own_callbacks,
+                *callbacks,
+            ],
             critic=critic,
             kl_controller=kl_controller,
         )
@@ -186,6 +192,7 @@ def backend_options(config: Config, total_steps: int) -> LocalBackendOptions:
         grad_clip=actor.grad_clip,
         keep_reference=actor.use_kl_loss or config.algorithm.use_kl_in_reward,
         max_tokens_per_forward=actor.ppo_max_token_len_per_gpu,
+        use_remove_padding=config.actor_rollout_ref.model.use_remove_padding,
     )
 
 
@@ -203,6 +210,7 @@ def build_critic(config: Config, total_steps: int) -> LocalCritic | None:
         total_steps=total_steps * updates_per_step,
         grad_clip=critic.grad_clip,
         max_tokens_per_forward=settings.max_tokens,
+        use_remove_padding=config.actor_rollout_ref.model.use_remove_padding,
     )
     return LocalCritic.from_pretrained(critic.model.path or str(config.actor_rollout_ref.model.path), options)
 

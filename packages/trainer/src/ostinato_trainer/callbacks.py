@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+from ostinato_agent_loop import Trajectory
 from ostinato_trainer.custom_code import load_object
 from ostinato_trainer.errors import CallbackError, ConfigError
 
@@ -31,6 +32,9 @@ class TrainerCallback(Protocol):
 
     def on_step_begin(self, step: int) -> None:
         """Before a step samples."""
+
+    def on_sample_end(self, step: int, trajectories: Sequence[Trajectory], validate: bool) -> None:
+        """After the trajectories of a step, or with `validate` those of a validation, were sampled and scored; failed ones are among them."""
 
     def on_validate_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """After a validation; step 0 is the one before training."""

@@ -99,6 +99,14 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Validate before the first step, where `data.val_files` gives rows."""
     critic_warmup: Annotated[int, Meta(ge=0)] = 0
     """Steps at the beginning in which only the critic is trained and the policy stays as it is."""
+    val_only: bool = False
+    """Validate once and end: nothing is trained or saved."""
+    log_val_generations: Annotated[int, Meta(ge=0)] = 0
+    """Prompts whose first sample is shown in the loggers with every validation."""
+    validation_data_dir: str | None = None
+    """Folder for all that validations sample, a file of JSON lines each; null writes none."""
+    rollout_data_dir: str | None = None
+    """Folder for all that is sampled for training, a file of JSON lines a step; null writes none."""
     nnodes: Annotated[int, Meta(ge=1)] = 1
     """Machines of the run."""
     n_gpus_per_node: Annotated[int, Meta(ge=1)] = 1

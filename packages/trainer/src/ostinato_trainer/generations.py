@@ -10,13 +10,17 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from ostinato_agent_loop import Trajectory
+from ostinato_trainer.config import TrainerConfig
 
-__all__ = ["GENERATION_COLUMNS", "GenerationFiles", "generation_row", "generation_rows"]
+if TYPE_CHECKING:
+    from ostinato_trainer.loggers import Loggers
+
+__all__ = ["GENERATION_COLUMNS", "GenerationFiles", "GenerationWatch", "generation_row", "generation_rows"]
 
 logger = logging.getLogger(__name__)
 
@@ -99,3 +103,29 @@ class GenerationFiles:
             if not self._is_told:
                 self._is_told = True
                 logger.warning("what was sampled at step %d cannot be written below %s: %s", step, self.folder, error)
+
+
+class GenerationWatch:
+    """A callback that keeps what is sampled, as `trainer.rollout_data_dir`, `validation_data_dir` and `log_val_generations` say.
+
+    Args:
+        config: The node `trainer`.
+        loggers: Get the samples of a validation.
+        decode: The tokenizer's.
+    """
+
+    def __init__(self, config: TrainerConfig, loggers: Loggers, decode: Decode) -> None:
+        def files(folder: str | None) -> GenerationFiles | None:
+            return None if folder is None else GenerationFiles(folder, decode)
+
+        self._of_training, self._of_validation = files(config.rollout_data_dir), files(config.validation_data_dir)
+        self._num_logged = config.log_val_generations
+        self._loggers, self._decode = loggers, decode
+
+    def on_sample_end(self, step: int, trajectories: Sequence[Trajectory], validate: bool) -> None:
+        """See `TrainerCallback`."""
+        files = self._of_validation if validate else self._of_training
+        if files is not None:
+            files.write(step, trajectories)
+        if validate and self._num_logged:
+            self._loggers.log_generations(step, generation_rows(trajectories, self._decode, self._num_logged))
