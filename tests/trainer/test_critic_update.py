@@ -79,6 +79,8 @@ def test_explained_variance() -> None:
 class Recorder:
     """A critic that notes the batches it is given."""
 
+    pads_sequences = False
+
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
         self._current: list[int] = []

@@ -65,6 +65,8 @@ def test_every_epoch_shows_every_conversation_once():
     data = [Conversation([1, number], [0, 1]) for number in range(2, 9)]
 
     class Recorder:
+        pads_sequences = False
+
         def __init__(self):
             self.seen = []
 

@@ -68,6 +68,11 @@ class TrainingBackend(Protocol):
 
     policy_version: int
 
+    @property
+    def pads_sequences(self) -> bool:
+        """Whether a micro-batch costs its sequences times its longest; else it costs its tokens alone."""
+        ...
+
     def forward_backward(
         self,
         micro_batches: Sequence[Batch],

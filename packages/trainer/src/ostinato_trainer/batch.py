@@ -314,13 +314,11 @@ class Batch:
                 moved[field.name] = column.to(device, dtype) if floating else column.to(device)
         return dataclasses.replace(self, **moved)
 
-    def token_chunks(self, max_tokens: int) -> list[Tensor]:
-        """Which sequences go together where a forward pass has a padded token budget; a longer sequence goes alone.
-        int64 each."""
-        return [
-            torch.tensor(chunk)
-            for chunk in chunks_by_padded_tokens(self.sequence_lengths.tolist(), max_tokens, allow_longer=True)
-        ]
+    def token_chunks(self, max_tokens: int, *, padded: bool = True) -> list[Tensor]:
+        """Which sequences go together where a forward pass has a token budget; a longer sequence goes alone.
+        int64 each. `padded` as in `split_by_tokens`."""
+        chunks = chunks_by_padded_tokens if padded else chunks_by_tokens
+        return [torch.tensor(chunk) for chunk in chunks(self.sequence_lengths.tolist(), max_tokens, allow_longer=True)]
 
     @property
     def _has_several_segments(self) -> bool:

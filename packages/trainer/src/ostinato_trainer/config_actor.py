@@ -25,6 +25,8 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Folder in the Hugging Face format: config, weights and tokenizer. Must be given to train."""
     chat_template: str | None = None
     """Chat template to use instead of the model's own: the template's text, or the path of a `.jinja` file."""
+    use_remove_padding: bool = True
+    """Train on sequences without padding where the model's attention can; false pads, with the same numbers."""
 
 
 class OptimConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

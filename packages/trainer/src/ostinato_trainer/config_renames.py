@@ -241,7 +241,6 @@ UNREAD_NAMES: Final[dict[str, str]] = {
     "logging_steps": "every step is logged",
     "push_to_hub": "checkpoints stay in trainer.default_local_dir",
     "default_hdfs_dir": "checkpoints stay in trainer.default_local_dir",
-    "use_remove_padding": "the backend chooses its own layout, with the same numbers",
     "calculate_log_probs": "log-probabilities of sampled tokens are always recorded",
     "enable_gradient_checkpointing": "the backend does not recompute activations",
     "log_prob_micro_batch_size": _LOG_PROB,

@@ -42,7 +42,14 @@ class CriticUpdate:
         def forward_backward(micro_batches: Sequence[Batch]) -> Mapping[str, float]:
             return critic.forward_backward(micro_batches, self._loss)
 
-        metrics = run_updates(batch, self._settings, forward_backward, critic.optimizer_step, prefix="critic")
+        metrics = run_updates(
+            batch,
+            self._settings,
+            forward_backward,
+            critic.optimizer_step,
+            prefix="critic",
+            padded=critic.pads_sequences,
+        )
         return metrics | explained_variance(batch)
 
     def _loss(self, predicted: Tensor, micro_batch: Batch) -> LossOutput:

@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 
 from ostinato_trainer.errors import BatchError
 
+_ATTENTION_EQUALS_REST = 32_768
+"""Length in tokens at which attention costs as much as everything else."""
+
 
 def even_chunks(count: int, max_size: int) -> list[range]:
     """Cuts `range(count)` into as few consecutive chunks of at most `max_size` as possible, sizes differing by one at
@@ -70,8 +73,16 @@ def chunks_by_padded_tokens(lengths: Sequence[int], max_tokens: int, *, allow_lo
 
 
 def chunks_by_tokens(lengths: Sequence[int], max_tokens: int, *, allow_longer: bool = False) -> list[list[int]]:
-    """Micro-batches whose tokens without padding stay within `max_tokens`, balanced by giving the longest to the
-    emptiest.
+    """Micro-batches whose tokens without padding stay within `max_tokens`, balanced by giving the costliest to the
+    one that costs least.
+
+    A sequence costs its tokens and, as attention goes over all pairs, their square: see `cost_of`. Where balancing costs
+    would take more micro-batches than balancing tokens, tokens are balanced.
+
+    Args:
+        lengths: Tokens of each sequence.
+        max_tokens: Upper bound of the tokens of one micro-batch.
+        allow_longer: A sequence above the bound gets a micro-batch of its own instead of an error.
 
     Raises:
         BatchError: a sequence is longer than `max_tokens`.
@@ -83,11 +94,22 @@ def chunks_by_tokens(lengths: Sequence[int], max_tokens: int, *, allow_longer: b
         check_longest(lengths[order[0]], max_tokens)
     limit = max(max_tokens, lengths[order[0]])
     num_chunks = max(1, -(-sum(lengths) // limit))
+    costs = [cost_of(length) for length in lengths]
     while True:
-        chunks = _deal(order, lengths, num_chunks)
-        if all(sum(lengths[place] for place in chunk) <= limit for chunk in chunks):
-            return chunks
+        for weights in (costs, lengths):
+            chunks = _deal(order, weights, num_chunks)
+            if all(sum(lengths[place] for place in chunk) <= limit for chunk in chunks):
+                return chunks
         num_chunks += max(1, num_chunks // 16)
+
+
+def cost_of(length: int) -> float:
+    """What a forward pass over a sequence costs, in tokens of a short one.
+
+    Attention takes `12 x layers x width x length / 2` operations a token, everything else `2 x parameters`; they are equal at
+    a length of `parameters / (3 x layers x width)`, which `_ATTENTION_EQUALS_REST` is near to for models of a few billion.
+    """
+    return length * (1 + length / _ATTENTION_EQUALS_REST)
 
 
 def chunks_of_owners(
@@ -139,12 +161,12 @@ def _cut_padded(ordered: list[int], limit: int) -> list[tuple[int, int]]:
     return cuts
 
 
-def _deal(order: list[int], lengths: Sequence[int], num_chunks: int) -> list[list[int]]:
-    """Longest-processing-time rule: each sequence goes to the chunk with the fewest tokens so far."""
+def _deal(order: list[int], weights: Sequence[float], num_chunks: int) -> list[list[int]]:
+    """Longest-processing-time rule: each sequence goes to the chunk with the least weight so far."""
     chunks: list[list[int]] = [[] for _ in range(num_chunks)]
-    heap = [(0, chunk) for chunk in range(num_chunks)]
+    heap = [(0.0, chunk) for chunk in range(num_chunks)]
     for place in order:
-        tokens, chunk = heapq.heappop(heap)
+        weight, chunk = heapq.heappop(heap)
         chunks[chunk].append(place)
-        heapq.heappush(heap, (tokens + lengths[place], chunk))
+        heapq.heappush(heap, (weight + weights[place], chunk))
     return [chunk for chunk in chunks if chunk]

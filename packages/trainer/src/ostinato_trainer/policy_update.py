@@ -47,7 +47,9 @@ class PolicyUpdate:
             )
 
         settings = policy_update_settings(self._config)
-        return run_updates(batch, settings, forward_backward, backend.optimizer_step, prefix="actor")
+        return run_updates(
+            batch, settings, forward_backward, backend.optimizer_step, prefix="actor", padded=backend.pads_sequences
+        )
 
 
 def policy_update_settings(config: Config) -> UpdateSettings:

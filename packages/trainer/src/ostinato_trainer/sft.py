@@ -120,7 +120,8 @@ def sft_steps(
     for step, chosen in zip(range(1, steps + 1), batches, strict=False):
         batch = with_loss_weights(data.select(chosen), LossAggMode.TOKEN_MEAN)
         metrics = backend.forward_backward(
-            batch.split_by_tokens(max_tokens_per_micro_batch, allow_longer=True), sft_loss
+            batch.split_by_tokens(max_tokens_per_micro_batch, padded=backend.pads_sequences, allow_longer=True),
+            sft_loss,
         )
         stats = backend.optimizer_step()
         yield SftStep(step, metrics.get("train/loss", 0.0), stats.grad_norm, stats.lr, stats.skipped)

@@ -50,6 +50,11 @@ class Sampling(Protocol):
 class Critic(Protocol):
     """PPO's value function under training; `LocalCritic`, or a class of the user's own in its place."""
 
+    @property
+    def pads_sequences(self) -> bool:
+        """Whether a micro-batch costs its sequences times its longest; else it costs its tokens alone."""
+        ...
+
     def values(self, batch: Batch) -> Tensor:
         """float32 [T] on the CPU: entry t is the value before token t, 0 outside the loss mask. No gradient."""
         ...

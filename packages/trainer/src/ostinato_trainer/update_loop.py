@@ -27,7 +27,7 @@ class UpdateSettings(msgspec.Struct, frozen=True, kw_only=True):
     use_dynamic_bsz: bool
     """Fill micro-batches by tokens instead of by sequences."""
     max_tokens: int
-    """Of a micro-batch, where it is filled by tokens."""
+    """Of a micro-batch, where it is filled by tokens; see `padded`."""
     max_sequences: int | None
     """Of a micro-batch, where it is not; None takes the whole mini-batch."""
     whole_trajectories: bool = False
@@ -41,8 +41,17 @@ def run_updates(
     optimizer_step: Callable[[], OptimizerStats],
     *,
     prefix: str,
+    padded: bool = True,
 ) -> dict[str, float]:
     """One optimizer step for every mini-batch of every pass that has a trained token; the others are counted.
+
+    Args:
+        batch: Of one step.
+        settings: How it is gone through.
+        forward_backward: Accumulates the gradients of micro-batches and gives their metrics.
+        optimizer_step: Uses the gradients up.
+        prefix: Of the optimizer's metrics.
+        padded: Whether the model pads sequences to the longest of the micro-batch, which then count as that long.
 
     Returns:
         The mean of each metric over the updates that have it, with those of the optimizer under `prefix`.
@@ -57,7 +66,7 @@ def run_updates(
             weighted = with_loss_weights(
                 mini_batch, settings.loss_agg_mode, loss_scale_factor=settings.loss_scale_factor
             )
-            metrics = forward_backward(_micro_batches(weighted, settings))
+            metrics = forward_backward(_micro_batches(weighted, settings, padded=padded))
             stats = optimizer_step()
             num_skipped += stats.skipped
             updates.append({**metrics, f"{prefix}/grad_norm": stats.grad_norm, f"{prefix}/lr": stats.lr})
@@ -70,10 +79,12 @@ def run_updates(
     return {**means, **{f"{prefix}/{name}": float(count) for name, count in counts.items()}}
 
 
-def _micro_batches(mini_batch: Batch, settings: UpdateSettings) -> list[Batch]:
+def _micro_batches(mini_batch: Batch, settings: UpdateSettings, *, padded: bool) -> list[Batch]:
     """The parts of a mini-batch that go through the model at once."""
     if settings.use_dynamic_bsz:
-        return mini_batch.split_by_tokens(settings.max_tokens, whole_trajectories=settings.whole_trajectories)
+        return mini_batch.split_by_tokens(
+            settings.max_tokens, padded=padded, whole_trajectories=settings.whole_trajectories
+        )
     return mini_batch.split_by_count(
         settings.max_sequences or mini_batch.num_sequences, whole_trajectories=settings.whole_trajectories
     )
