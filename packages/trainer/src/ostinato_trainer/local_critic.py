@@ -21,6 +21,7 @@ from ostinato_trainer.batch import Batch
 from ostinato_trainer.causal_lm import CausalLM
 from ostinato_trainer.local_backend import LocalBackendOptions
 from ostinato_trainer.model_passes import accumulate_gradients, check_ids, out_of_memory_named
+from ostinato_trainer.packing import Layout
 from ostinato_trainer.value_model import ValueModel, load_value_model
 
 ValueLossFn = Callable[[Tensor, Batch], LossOutput]
@@ -43,7 +44,7 @@ class LocalCritic:
         self.options = options
         self._device = torch.device(pick_device(options.device))
         self._model = model.to(self._device, options.parameter_dtype)
-        self._lm = CausalLM(self._model, autocast=options.autocast)
+        self._lm = CausalLM(self._model, autocast=options.autocast, remove_padding=options.use_remove_padding)
         self.optimizer = AdamW(dict(self._model.named_parameters()), options)
         self.num_updates = 0
         """Optimizer steps that changed the weights."""
@@ -60,6 +61,11 @@ class LocalCritic:
         """The model under training."""
         return self._model
 
+    @property
+    def pads_sequences(self) -> bool:
+        """Whether a micro-batch costs its sequences times its longest; else it costs its tokens alone."""
+        return self._lm.layout is Layout.PADDED
+
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
         """float32 [T] on the CPU: entry t is the value before token t, 0 outside the loss mask. No gradient.
@@ -71,7 +77,7 @@ class LocalCritic:
         check_ids(batch, self._lm.vocab_size)
         result = torch.zeros(batch.num_tokens, dtype=self._dtype)
         with out_of_memory_named("values", "critic.ppo_max_token_len_per_gpu"):
-            for chosen in batch.token_chunks(self.options.max_tokens_per_forward):
+            for chosen in batch.token_chunks(self.options.max_tokens_per_forward, padded=self.pads_sequences):
                 result[batch.token_positions(chosen)] = self._values(batch.select(chosen).to(self._device)).to(result)
         return result
 
