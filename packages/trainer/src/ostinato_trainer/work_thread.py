@@ -78,7 +78,7 @@ class WorkThread:
             BackendError: Another call is under way, or the thread is closed.
             Exception: What the function raised.
         """
-        if self._is_closed or self._current is not None:
+        if self._is_closed or (self._current is not None and not self._current.outcome.done()):
             state = "is closed" if self._is_closed else "still computes something else"
             raise BackendError(f"the training thread must be free, but it {state}; wait for one call before the next")
         call = _Call(lambda: function(*arguments), asyncio.get_running_loop())
@@ -88,15 +88,11 @@ class WorkThread:
             self._thread.start()
         self._calls.put(call)
         try:
-            result = await asyncio.shield(call.outcome)
+            return await asyncio.shield(call.outcome)
         except BaseException:
             if not call.outcome.done():
                 await self._interrupt(call)
             raise
-        finally:
-            if call.outcome.done():
-                self._current = None
-        return result
 
     def close(self) -> None:
         """Let the thread end with the call that it is at; no further one is taken."""
