@@ -12,11 +12,14 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from ostinato_trainer.errors import TrainerError
 
-__all__ = ["is_file", "load_object"]
+__all__ = ["is_file", "load_object", "place_of", "without_prefix"]
+
+_FILE_PREFIX: Final = "file://"
+_MODULE_PREFIX: Final = "pkg://"
 
 
 def load_object(path: str, name: str, *, key: str, error: type[TrainerError]) -> Any:
@@ -31,7 +34,8 @@ def load_object(path: str, name: str, *, key: str, error: type[TrainerError]) ->
     Raises:
         error: the file or module is missing, raises while it is imported, or has no such attribute.
     """
-    module = _import_file(path, key, error) if is_file(path) else _import_module(path, key, error)
+    bare = without_prefix(path)
+    module = _import_file(bare, key, error) if is_file(path) else _import_module(bare, key, error)
     if not hasattr(module, name):
         names = ", ".join(sorted(other for other in vars(module) if not other.startswith("_"))) or "nothing"
         raise error(f"{key}.name must be defined in {path}, got {name!r}; it defines {names}")
@@ -40,7 +44,14 @@ def load_object(path: str, name: str, *, key: str, error: type[TrainerError]) ->
 
 def is_file(path: str) -> bool:
     """Whether `path` names a file and not a module."""
+    if path.startswith((_FILE_PREFIX, _MODULE_PREFIX)):
+        return path.startswith(_FILE_PREFIX)
     return path.endswith(".py") or "/" in path
+
+
+def without_prefix(path: str) -> str:
+    """`path` without what says whether it is a file or a module."""
+    return path.removeprefix(_FILE_PREFIX).removeprefix(_MODULE_PREFIX)
 
 
 def _import_file(path: str, key: str, error: type[TrainerError]) -> ModuleType:

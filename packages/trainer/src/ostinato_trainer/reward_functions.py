@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 
 from ostinato_tools.threads import DaemonThreads
 from ostinato_trainer.config_reward import RewardConfig
-from ostinato_trainer.custom_code import is_file, load_object
+from ostinato_trainer.custom_code import is_file, load_object, without_prefix
 from ostinato_trainer.errors import RewardError
 from ostinato_trainer.scoring_processes import ScoringProcesses
 
@@ -168,9 +168,9 @@ def _in_processes(function: ComputeScore, config: RewardConfig, *, is_configured
                 "a def at the top level of a file, or write reward.executor=thread"
             )
     elif custom.path is not None and is_file(custom.path):
-        file = str(Path(custom.path).expanduser().resolve())
+        file = str(Path(without_prefix(custom.path)).expanduser().resolve())
     else:
-        module = str(custom.path)
+        module = without_prefix(str(custom.path))
     processes = ScoringProcesses(
         name,
         module=module,
