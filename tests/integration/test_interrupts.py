@@ -24,7 +24,7 @@ sys.argv = ["ostinato", *sys.argv[3:]]
 import ostinato_trainer.sft
 from ostinato_engines.transformers_server import TransformersServer
 from ostinato_trainer.cli import main
-from ostinato_trainer.local_backend import LocalBackend
+from ostinato_trainer.local_backend import LocalBackend, LocalSnapshot
 
 
 def compute():
@@ -34,13 +34,15 @@ def compute():
         sum(range(1000))
 
 
-def slow(name, function):
+def slow(kind, name):
+    function = getattr(kind, name)
+
     def both(*args, **kwargs):
         result = function(*args, **kwargs)
         compute()
         return result
 
-    setattr(LocalBackend, name, both)
+    setattr(kind, name, both)
 
 
 async def slow_generate(*args, **kwargs):
@@ -50,9 +52,10 @@ async def slow_generate(*args, **kwargs):
 
 if phase == "generation":
     TransformersServer.generate = slow_generate
+elif phase == "checkpoint":
+    slow(LocalSnapshot, "save_hf")
 else:
-    name = {"update": "optimizer_step", "checkpoint": "save_hf", "warm start": "optimizer_step"}[phase]
-    slow(name, getattr(LocalBackend, name))
+    slow(LocalBackend, "optimizer_step")
 main()
 """
 """The real command with one phase that does not end by itself."""
@@ -66,11 +69,26 @@ def process(*arguments: object, code: str = MAIN, **options: object) -> subproce
     return subprocess.Popen(command, text=True, env=environment, **streams)  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("phase", ["warm start", "generation", "update", "checkpoint"])
-def test_ctrl_c(
-    base: Path, small: tuple[str, ...], must_hold_no_checkpoint: Callable[[Path], None], tmp_path: Path, phase: str
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [
+        ("warm start", signal.SIGINT),
+        ("generation", signal.SIGINT),
+        ("update", signal.SIGINT),
+        ("checkpoint", signal.SIGINT),
+        ("generation", signal.SIGTERM),
+        ("update", signal.SIGTERM),
+    ],
+)
+def test_a_signal_ends_a_run(
+    base: Path,
+    small: tuple[str, ...],
+    must_hold_no_checkpoint: Callable[[Path], None],
+    tmp_path: Path,
+    phase: str,
+    number: int,
 ) -> None:
-    """Ctrl-C ends a run in any phase, computing or waiting, with status 130, one line, no checkpoint and no leftover."""
+    """Ctrl-C or SIGTERM ends a run in any phase, computing or waiting, with status 130 or 143, one line, no checkpoint and no leftover."""
     marker, out = tmp_path / "marker", tmp_path / "out"
     if phase == "warm start":
         arguments: tuple[object, ...] = ("quickstart", "--output", out)
@@ -81,12 +99,12 @@ def test_ctrl_c(
         while not marker.exists() and running.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         assert marker.exists(), running.communicate(timeout=10)
-        running.send_signal(signal.SIGINT)
+        running.send_signal(number)
         try:
             _, err = running.communicate(timeout=60)
         finally:
             running.kill()
-    assert running.returncode == 130, err
+    assert running.returncode == 128 + number, err
     assert "Traceback" not in err
     assert err.strip().splitlines()[-1].startswith("interrupted: ")
     if phase == "warm start":
