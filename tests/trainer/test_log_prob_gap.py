@@ -21,7 +21,7 @@ from ostinato_trainer.segments import segments_of
 
 
 def test_the_gap_by_hand():
-    """Differences of probabilities and log-probabilities, and both KL estimates, on compared tokens only."""
+    """Differences of probabilities and log-probabilities, on compared tokens only."""
     rollout = torch.tensor([math.log(0.5), math.log(0.2), float("nan"), -7.0])
     trainer = torch.tensor([math.log(0.4), math.log(0.3), -3.0, float("nan")])
     metrics = log_prob_gap(rollout, trainer, torch.tensor([True, True, True, False]))
@@ -29,8 +29,6 @@ def test_the_gap_by_hand():
     assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(0.1, abs=1e-6)
     assert metrics["training/rollout_probs_diff_max"] == pytest.approx(0.1, abs=1e-6)
     assert metrics["training/rollout_log_probs_diff_max"] == pytest.approx(d[1], abs=1e-6)
-    assert metrics["training/rollout_kl"] == pytest.approx(-(d[0] + d[1]) / 2, abs=1e-6)
-    assert metrics["training/rollout_k3_kl"] == pytest.approx(sum(math.exp(x) - x - 1 for x in d) / 2, abs=1e-6)
     assert metrics["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1.0)
 
 
@@ -38,7 +36,7 @@ def test_the_gap_at_the_edges():
     """Equal policies have no gap; nothing to compare gives no metric; a world apart stays finite."""
     same = torch.tensor([-1.0, -2.0])
     mask = torch.ones(2, dtype=torch.bool)
-    assert log_prob_gap(same, same, mask)["training/rollout_k3_kl"] == 0.0
+    assert log_prob_gap(same, same, mask)["training/rollout_log_probs_diff_max"] == 0.0
     assert log_prob_gap(torch.full((2,), float("nan")), same, mask) == {"training/rollout_log_probs_missing": 1.0}
     assert "training/rollout_actor_probs_pearson_corr" not in log_prob_gap(same[:1], same[:1], mask[:1])
     apart = log_prob_gap(torch.tensor([-1000.0, -1.0]), torch.tensor([-0.1, -1.0]), mask)

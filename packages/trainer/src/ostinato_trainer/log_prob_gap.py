@@ -20,7 +20,6 @@ __all__ = ["LogProbGapWatch", "fresh_tokens", "log_prob_gap"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_LOG_RATIO: Final = 20.0
 _LARGEST_MEAN: Final = {"float32": 0.005, "bfloat16": 0.05}
 """Mean of |difference of log-probabilities| up to which rounding explains it, by the type that the trainer computes in. Half precision on
 both sides gives about 0.01 to 0.03; float32 on both sides 1e-5."""
@@ -38,9 +37,8 @@ def log_prob_gap(rollout_log_probs: Tensor, log_probs: Tensor, mask: Tensor) -> 
     Returns:
         `training/rollout_probs_diff_{mean,max,std}` of |p_rollout - p_trainer|;
         `training/rollout_log_probs_diff_{mean,max}`; `training/rollout_actor_probs_pearson_corr`, absent where a side
-        is constant; KL(rollout || trainer) estimated by `training/rollout_kl` (k1, may be negative) and
-        `training/rollout_k3_kl`; and `training/rollout_log_probs_missing`, the share of tokens without one. Only the
-        last where no token can be compared, nothing where there is no token.
+        is constant; and `training/rollout_log_probs_missing`, the share of tokens without one. Only the last where no
+        token can be compared, nothing where there is no token. Divergences are `rollout_correction`'s.
     """
     num_tokens = int(mask.sum())
     if not num_tokens:
@@ -51,15 +49,12 @@ def log_prob_gap(rollout_log_probs: Tensor, log_probs: Tensor, mask: Tensor) -> 
     if not rollout.numel():
         return metrics
     differences = (rollout.exp() - trainer.exp()).abs()
-    log_ratio = (trainer - rollout).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     metrics |= {
         "training/rollout_probs_diff_mean": float(differences.mean()),
         "training/rollout_probs_diff_max": float(differences.max()),
         "training/rollout_probs_diff_std": float(differences.std(correction=0)),
         "training/rollout_log_probs_diff_mean": float((rollout - trainer).abs().mean()),
         "training/rollout_log_probs_diff_max": float((rollout - trainer).abs().max()),
-        "training/rollout_kl": float(-log_ratio.mean()),
-        "training/rollout_k3_kl": float((log_ratio.expm1() - log_ratio).mean()),
     }
     centred, other = rollout.exp() - rollout.exp().mean(), trainer.exp() - trainer.exp().mean()
     scale = float(centred.square().sum().sqrt() * other.square().sum().sqrt())
