@@ -223,6 +223,16 @@ async def test_a_slow_server_meets_the_deadline_of_a_request(slow: list[Reply]) 
         assert len(server.requests) <= 2
 
 
+async def test_requests_that_were_given_up_hold_no_connection() -> None:
+    """With one connection allowed, any number of requests out of time leave it free for the next."""
+    slow: list[Reply] = [60.0]
+    async with serving(slow, slow, slow, classified(0.5)) as server:
+        config = RewardModelConfig(url=server.url, request_timeout_s=0.25, max_retries=20, **QUICK)
+        model = RewardModel(config, max_connections=1, pace=Pace(None))
+        assert await model(MESSAGES, VALUES) == 0.5
+        await model.aclose()
+
+
 async def test_nobody_at_the_address_is_said_with_it() -> None:
     """A refused connection is an error with the address, without what may be secret in it."""
     async with serving(classified(1.0)) as server:

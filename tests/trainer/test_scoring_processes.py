@@ -237,6 +237,19 @@ async def test_a_closed_pool_takes_no_call(processes: Any) -> None:
         await pool.call({"value": 0})
 
 
+async def test_a_pool_that_closes_while_a_process_starts_leaves_none(processes: Any) -> None:
+    """Closing at any moment of a call's beginning leaves no process, and the call is an error."""
+    for number in range(5):
+        pool = processes("pid")
+        call = asyncio.create_task(pool.call({"value": 0}))
+        for _ in range(number):
+            await asyncio.sleep(0)
+        await pool.aclose()
+        with pytest.raises(RewardError):
+            await call
+        assert pool.num_alive == 0
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
 async def test_processes_end_with_their_parent(tmp_path: Path) -> None:
     """A program that is killed while a score computes leaves no process behind."""

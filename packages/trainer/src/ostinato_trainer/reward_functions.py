@@ -90,7 +90,7 @@ class _InThisProcess:
 
     async def __call__(self, arguments: Mapping[str, Any]) -> Any:
         # Siblings share the row; what the function does to its arguments is its own.
-        call = partial(self._function, **copy.deepcopy(dict(arguments)), **self._kwargs)
+        call = partial(self._function, **copy.deepcopy({**arguments, **self._kwargs}))
         answer = await (call() if self._is_async else self._in_thread(call))
         return await answer if inspect.isawaitable(answer) else answer
 

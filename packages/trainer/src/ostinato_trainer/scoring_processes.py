@@ -81,10 +81,7 @@ class ScoringProcesses:
                 "keep plain values in the rows, or write reward.executor=thread"
             ) from error
         async with self._slots:
-            if self._is_closed:
-                raise RewardError(
-                    f"{self._name} must be called before the run ends, got a call after; await the scores first"
-                )
+            self._check_open()
             process = await self._take()
             is_done = False
             try:
@@ -121,6 +118,7 @@ class ScoringProcesses:
         self._all.add(process)
         is_ready = False
         try:
+            self._check_open()
             reply = await process.exchange(pickle.dumps({**self._setup, "sys_path": sys.path}))
             _unpacked(reply, f"the process of {self._name}")
             is_ready = True
@@ -133,6 +131,12 @@ class ScoringProcesses:
             if not is_ready:
                 self._kill(process)
         return process
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RewardError(
+                f"{self._name} must be called before the run ends, got a call after; await the scores first"
+            )
 
     def _kill(self, process: _Process) -> None:
         if process in self._all:
