@@ -1,10 +1,15 @@
 """Keys of rewards that contradict each other, and those that have no effect."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from ostinato_trainer.config_checks import consistency_problems, unread_keys
 from ostinato_trainer.config_loading import load_config
+from ostinato_trainer.config_reward import CustomRewardConfig, RewardConfig
 from ostinato_trainer.errors import ConfigError
+from ostinato_trainer.reward_functions import custom_function
 
 URL = "reward.reward_model.url=http://127.0.0.1:1/classify"
 
@@ -91,3 +96,18 @@ def test_names_of_other_systems_lead_to_ours(old: str, ours: str) -> None:
     """What users of other systems write is an error that names the key here."""
     with pytest.raises(ConfigError, match=ours):
         load_config([], [old])
+
+
+def test_the_readme_s_rewards_load(tmp_path: Path) -> None:
+    """The configuration and the function that the README shows are read as they stand there."""
+    readme = Path(__file__).resolve().parents[2] / "packages" / "trainer" / "README.md"
+    if not readme.is_file():
+        pytest.skip("the repository's README is not here")
+    section = readme.read_text().split("## Rewards\n")[1].split("\n## ")[0]
+    (tmp_path / "config.yaml").write_text(re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)[0])
+    (tmp_path / "reward.py").write_text(re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0])
+    config = load_config([tmp_path / "config.yaml"], [])
+    assert config.reward.combine.reward_model == 1.0
+    assert "{response}" in (config.reward.reward_model.template or "")
+    custom = CustomRewardConfig(path=str(tmp_path / "reward.py"), reward_kwargs={"bonus": 0.1})
+    assert custom_function(RewardConfig(custom_reward_function=custom), None) is not None
