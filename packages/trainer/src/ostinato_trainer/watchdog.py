@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import NoReturn
 
 from ostinato_rollout import dump
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _SAMPLING = ("gen", "testing")
 """Phases in which a trajectory's progress is the run's."""
 _MAX_FRAMES = 12
+_INTERRUPT_S = 1.0
 _EXIT_STATUS = 70
 
 
@@ -39,7 +40,8 @@ class Watchdog:
 
     Args:
         config: After how many seconds it does what.
-        graces_s: Seconds that the run gets to end by itself once it is cancelled, and then once it is interrupted, before the process ends.
+        graces_s: Seconds that the run gets to end by itself once it is cancelled, where the event loop is not blocked, and then once it is
+            interrupted, before the process ends.
     """
 
     def __init__(self, config: WatchdogConfig, *, graces_s: tuple[float, float] = (60.0, 300.0)) -> None:
@@ -79,16 +81,21 @@ class Watchdog:
         thread.start()
         try:
             yield
-        except (asyncio.CancelledError, KeyboardInterrupt):
-            if self._error is None:
+            if self._error is not None:  # the end has come before the cancellation
+                raise self._error
+        except BaseException as error:
+            if self._error is None or error is self._error:
                 raise
-            self._take_back_cancellations()
-            raise self._error from None
+            raise self._error from (None if isinstance(error, asyncio.CancelledError | KeyboardInterrupt) else error)
         finally:
             self._done.set()
+            if self._error is not None:
+                await self._take_back_cancellations()
 
-    def _take_back_cancellations(self) -> None:
+    async def _take_back_cancellations(self) -> None:
         assert self._task is not None
+        with suppress(asyncio.CancelledError):  # one that was asked for and has not come yet comes here
+            await asyncio.sleep(0)
         while self._task.cancelling():
             self._task.uncancel()
 
@@ -144,11 +151,16 @@ class Watchdog:
 
     def _sentence(self, quiet_s: float) -> str:
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - quiet_s))
-        still_s = time.monotonic() - self._last_beat
-        is_blocked = still_s > 4 * self._poll_s
-        loop = f"; the event loop has stood still for {still_s:.1f} s" if is_blocked else ""
+        loop = f"; the event loop has stood still for {self._still_s():.1f} s" if self._is_blocked() else ""
         where = " in ".join(reversed(self._phases)) or "no phase"
         return f"nothing has happened for {quiet_s:.1f} s, since {since}, in {where}{loop}; {_waits_for()}"
+
+    def _still_s(self) -> float:
+        return time.monotonic() - self._last_beat
+
+    def _is_blocked(self) -> bool:
+        """Whether the event loop does not answer."""
+        return self._still_s() > 4 * self._poll_s
 
     def _fail(self, quiet_s: float) -> None:
         """End the run: by cancellation, else by an interrupt, else with the process."""
@@ -160,13 +172,23 @@ class Watchdog:
         logger.error("%s\n%s", self._error, _report())
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._cancel)
-        if self._done.wait(self._graces_s[0]):
+        if self._done.wait(min(_INTERRUPT_S, self._graces_s[0]) if self._is_blocked() else self._graces_s[0]):
             return
         logger.error("the run was cancelled and has not ended; it is interrupted\n%s", _stacks())
-        if self._thread_of_loop == threading.main_thread().ident and hasattr(signal, "pthread_kill"):
-            signal.pthread_kill(self._thread_of_loop, signal.SIGINT)
+        self._interrupt()
         if not self._done.wait(self._graces_s[1]):
             _end_process()
+
+    def _interrupt(self) -> None:
+        """As Ctrl-C; again where the event loop still stands still, since the first one may have asked for a cancellation only."""
+        if self._thread_of_loop != threading.main_thread().ident or not hasattr(signal, "pthread_kill"):
+            return
+        for _ in range(2):
+            asked = time.monotonic()
+            self._ask_for_beat()
+            signal.pthread_kill(self._thread_of_loop, signal.SIGINT)
+            if self._done.wait(_INTERRUPT_S) or self._last_beat >= asked:
+                return
 
     def _cancel(self) -> None:
         if self._task is not None and not self._done.is_set():

@@ -1,0 +1,196 @@
+"""Whatever hangs, the watchdog says what and since when, and ends the run: waits, blocked event loops, threads in a library."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ostinato_rollout import RolloutScheduler
+from ostinato_trainer.config_sampling import WatchdogConfig
+from ostinato_trainer.errors import StalledError
+from ostinato_trainer.watchdog import Watchdog
+from ostinato_trainer.work_thread import WorkThread
+
+LONG_S = 60.0
+FAIL = WatchdogConfig(warn_after_s=None, fail_after_s=0.2)
+WARN = WatchdogConfig(warn_after_s=0.05, fail_after_s=None)
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """The log, warnings and worse."""
+    with caplog.at_level(logging.WARNING):
+        yield caplog
+
+
+async def test_a_wait_without_end_becomes_an_error_with_its_phase(log: pytest.LogCaptureFixture) -> None:
+    """A wait in which nothing happens is cancelled; the error names the phases, the limit and since when, and the log has the stacks."""
+    watchdog, unwound = Watchdog(FAIL), []
+
+    async def wait() -> None:
+        async with watchdog.watching():
+            with watchdog.phase("step"), watchdog.phase("ref"):
+                try:
+                    await asyncio.sleep(LONG_S)
+                finally:
+                    unwound.append(True)
+
+    with pytest.raises(StalledError, match=r"fail_after_s=0\.2 s.*since \d\d:\d\d:\d\d, in ref in step; ") as caught:
+        await wait()
+    assert unwound
+    assert "stood still" not in str(caught.value)
+    assert "thread MainThread" in log.text
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    task = asyncio.current_task()
+    assert task is not None
+    assert not task.cancelling()
+
+
+async def test_a_blocked_event_loop_is_noticed_and_interrupted() -> None:
+    """Code that blocks the event loop is interrupted as by Ctrl-C, and the error says that the loop stood still."""
+    watchdog = Watchdog(FAIL)
+
+    async def block() -> None:
+        async with watchdog.watching():
+            with watchdog.phase("callback Mine.on_step_end"):
+                time.sleep(LONG_S)  # noqa: ASYNC251 (it is what must not be done)
+
+    with pytest.raises(StalledError, match=r"in callback Mine\.on_step_end; the event loop has stood still for"):
+        await block()
+
+
+async def test_a_call_in_the_training_thread_that_blocks_ends_the_run(log: pytest.LogCaptureFixture) -> None:
+    """A backend that computes without end in its thread does not keep the run: it is interrupted, or left behind, and the stack says
+    where it is."""
+    gate = threading.Event()
+
+    def stuck_in_a_library() -> None:
+        gate.wait(LONG_S)
+
+    watchdog, thread = Watchdog(FAIL), WorkThread(interrupt_grace_s=0.1)
+
+    async def compute() -> None:
+        async with watchdog.watching():
+            with watchdog.phase("update_actor"):
+                await thread.run(stuck_in_a_library)
+
+    with pytest.raises(StalledError, match="in update_actor"):
+        await compute()
+    assert "in stuck_in_a_library" in log.text
+    assert "is left behind" in log.text
+    gate.set()
+    thread.close()
+
+
+async def test_it_warns_first_and_with_what_is_waited_for(log: pytest.LogCaptureFixture) -> None:
+    """Warnings come again after twice as long; in the phase of sampling they say which trajectory has been under way for how long."""
+    watchdog, gate = Watchdog(WARN), asyncio.Event()
+
+    async def wait(item: int) -> int:
+        await gate.wait()
+        return item
+
+    async with watchdog.watching():
+        with watchdog.phase("gen"):
+            running = asyncio.create_task(RolloutScheduler().run([7], wait, concurrency=1))
+            while len(log.records) < 2:  # noqa: ASYNC110 (a thread logs)
+                await asyncio.sleep(0.01)
+            gate.set()
+            assert await running == [7]
+    first = log.records[0].getMessage()
+    assert "in gen; it waits for: item 0 under way for" in first
+    assert "scheduler: 0 items done" in first
+
+
+async def test_progress_is_no_standstill(log: pytest.LogCaptureFixture) -> None:
+    """Phases that change, and trajectories that end while one samples, count as progress however long the whole takes."""
+    watchdog = Watchdog(WatchdogConfig(warn_after_s=None, fail_after_s=1.0))
+
+    async def soon(item: int) -> int:
+        await asyncio.sleep(0.05)
+        return item
+
+    async with watchdog.watching():
+        for _ in range(10):
+            with watchdog.phase("adv"):
+                await asyncio.sleep(0.05)
+        with watchdog.phase("gen"):
+            await RolloutScheduler().run(range(30), soon, concurrency=1)
+    assert not log.records
+
+
+async def test_cancellations_and_errors_of_others_go_through() -> None:
+    """A cancellation that is not the watchdog's, and any other error, come out as they are; without limits nothing is ever said."""
+    quiet = WatchdogConfig(warn_after_s=None, fail_after_s=None)
+    for error in (asyncio.CancelledError, KeyboardInterrupt, ValueError):
+        with pytest.raises(error):
+            async with Watchdog(quiet).watching():
+                raise error
+    async with Watchdog(quiet).watching():
+        await asyncio.sleep(0.05)
+
+
+async def test_another_error_on_the_way_out_does_not_hide_it() -> None:
+    """What is raised because of the watchdog's cancellation is the cause of its error; a run that ends all the same has failed too, and
+    its task can wait again."""
+
+    async def wait(error: Exception | None) -> None:
+        async with Watchdog(FAIL).watching():
+            try:
+                await asyncio.sleep(LONG_S)
+            except asyncio.CancelledError:
+                if error is not None:
+                    raise error from None
+
+    broken = ValueError("broken")
+    with pytest.raises(StalledError) as caught:
+        await wait(broken)
+    assert caught.value.__cause__ is broken
+    with pytest.raises(StalledError):
+        await wait(None)
+    await asyncio.sleep(0)
+
+
+async def test_its_thread_ends_with_the_run() -> None:
+    """However often runs are watched, no thread stays."""
+    for _ in range(5):
+        with contextlib.suppress(ValueError):
+            async with Watchdog(FAIL).watching():
+                raise ValueError("over")
+    deadline = time.monotonic() + LONG_S
+    while any(thread.name == "watchdog" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+STUBBORN = """
+import asyncio, signal, time
+from ostinato_trainer.config_sampling import WatchdogConfig
+from ostinato_trainer.watchdog import Watchdog
+
+async def main():
+    watchdog = Watchdog(WatchdogConfig(warn_after_s=None, fail_after_s=0.2), graces_s=(0.1, 0.3))
+    async with watchdog.watching():
+        with watchdog.phase("all_reduce"):
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            time.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_that_cannot_be_interrupted_ends() -> None:
+    """Where the main thread is stuck in a library that no interrupt reaches, the process ends with a status, after it has said why."""
+    done = subprocess.run([sys.executable, "-c", STUBBORN], capture_output=True, text=True, timeout=LONG_S, check=False)
+    assert done.returncode == 70
+    assert "in all_reduce; the event loop has stood still" in done.stderr
+    assert "the process ends with status 70" in done.stderr
