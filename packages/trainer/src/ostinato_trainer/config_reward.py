@@ -87,7 +87,8 @@ class RewardModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     url: str | None = None
     """Address of the endpoint itself, such as `http://127.0.0.1:8000/classify` or `https://HOST/v1/chat/completions`; null: none."""
     api: Literal["classify", "pooling", "chat"] = "classify"
-    """What it speaks: vLLM's `/classify` or `/pooling` with a reward model, or chat completions with a model that judges."""
+    """What it speaks: vLLM's `/classify` or `/pooling` with a reward model (SGLang's `/v1/classify` is the former, and needs a
+    template), or chat completions with a model that judges."""
     model: str | None = None
     """Name of the model in requests; null leaves it out, which vLLM's `/classify` and `/pooling` allow."""
     api_key_env: str | None = None
