@@ -225,6 +225,12 @@ def test_unknown_data_sources_are_refused_at_the_start() -> None:
     manager(lambda data_source, solution_str, ground_truth, extra_info: 1.0).check_data_sources(["x", None])
 
 
+async def test_an_empty_response_is_a_wrong_answer() -> None:
+    """A trajectory in which nothing was sampled is scored as the empty text that it is."""
+    result = await manager()(ROW, [output()])
+    assert result == RewardResult(score=0.0, extra={"acc": 0.0, "pred": ""})
+
+
 async def test_no_segments_are_an_error() -> None:
     """A trajectory without a segment has no score."""
     with pytest.raises(RewardError, match="at least one segment"):

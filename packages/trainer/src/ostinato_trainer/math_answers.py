@@ -16,9 +16,9 @@ _BOXED: Final = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*(?:\{|([^\s{}$]))")
 _STATED: Final = re.compile(r"(?i)\banswer(?:\s+is)?\**\s*:[ \t]*([^\n]*)")
 _BRACES: Final = re.compile(r"\\[\\{}]|[{}]")
 
-_DROPPED: Final = re.compile(
-    r"\\(?:left|right|displaystyle|bigl|bigr|big|Big|limits|quad|qquad)(?![a-zA-Z])|(?<!\\)\\[!,;: ]|[$~]|\s"
-)
+_DROPPED: Final = re.compile(r"\\(?:left|right|displaystyle|bigl|bigr|big|Big|limits)(?![a-zA-Z])|(?<!\\)\\[!,]|\$")
+_SPACES: Final = re.compile(r"(?:(?<!\\)\\[;: ]|\\q?quad(?![a-zA-Z])|[~\s])+")
+_SPACE_BESIDE_NO_DIGITS: Final = re.compile(r"(?<!\d) | (?!\d)")
 _UNITS: Final = re.compile(r"(?<=[\d}])\\(?:text|mathrm|textrm|mbox)\{[^{}]*\}(?:\^\{?\d\}?)?$")
 _WORDS: Final = re.compile(r"\\(?:text|mathrm|textrm|textbf|mathbf|mbox|textit|mathit|operatorname)\{([^{}]*)\}")
 _DEGREES: Final = re.compile(r"\^\{?\\circ\}?|\\degree(?![a-zA-Z])|°")
@@ -33,7 +33,9 @@ _CHOICE: Final = re.compile(r"\(([A-Z])\)")
 _INTEGER: Final = r"\d{1,50}"
 _DECIMAL: Final = re.compile(rf"([-+]?)(?:({_INTEGER})(?:\.(\d{{0,50}}))?|\.(\d{{1,50}}))")
 _RATIO: Final = re.compile(rf"([-+]?)(?:({_INTEGER})/({_INTEGER})|\\frac\{{(-?{_INTEGER})\}}\{{({_INTEGER})\}})")
-_MIXED: Final = re.compile(rf"([-+]?)({_INTEGER})\\frac\{{({_INTEGER})\}}\{{({_INTEGER})\}}")
+_MIXED: Final = re.compile(
+    rf"([-+]?)({_INTEGER})(?: ({_INTEGER})/({_INTEGER})|\\frac\{{({_INTEGER})\}}\{{({_INTEGER})\}})"
+)
 
 MAX_ANSWER_CHARS: Final = 1000
 """A longer text is not taken for an answer that could be compared."""
@@ -92,7 +94,8 @@ def plain_form(answer: str) -> str:
     text = answer.strip().removesuffix(".").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("−", "-")
     text = _DEGREES.sub("", text.replace("\\$", "").replace("\\cdot", "\\times"))
     text = _UNITS.sub("", text.strip().strip("$").strip())
-    text = _DROPPED.sub("", _WORDS.sub(r"\1", text))
+    text = _SPACES.sub(" ", _DROPPED.sub("", _WORDS.sub(r"\1", text)))
+    text = _SPACE_BESIDE_NO_DIGITS.sub("", text)
     text = _PERCENT.sub("", text)
     if _THOUSANDS.fullmatch(text.lstrip("-+")):
         text = text.replace("{,}", "").replace(",", "")
@@ -119,10 +122,11 @@ def _rational(text: str) -> Fraction | None:
             return None
         value = Fraction(int(above or above_tex), denominator)
     elif (found := _MIXED.fullmatch(text)) is not None:
-        sign, whole, above, below = found.groups()
-        if int(below) == 0:
+        sign, whole, above, below, above_tex, below_tex = found.groups()
+        denominator = int(below or below_tex)
+        if denominator == 0:
             return None
-        value = int(whole) + Fraction(int(above), int(below))
+        value = int(whole) + Fraction(int(above or above_tex), denominator)
     else:
         return None
     return -value if sign == "-" else value

@@ -7,6 +7,7 @@ it is not made for threads, and sympy can compute for hours, or fill the memory,
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -107,7 +108,7 @@ class MathEquivalence:
             file=str(_PROGRAM),
             function="equivalent",
             num_processes=min(num_processes, os.cpu_count() or 1),
-            max_memory_bytes=_MAX_MEMORY_BYTES,
+            max_memory_bytes=_MAX_MEMORY_BYTES if sys.platform == "linux" else None,  # others do not keep it
         )
 
     async def __call__(self, answer: str, truth: str) -> bool:
