@@ -35,6 +35,7 @@ from ostinato_trainer.kl_control import KLController
 from ostinato_trainer.local_backend import LocalBackend, LocalBackendOptions
 from ostinato_trainer.local_critic import LocalCritic
 from ostinato_trainer.loggers import Loggers
+from ostinato_trainer.lora import lora_options
 from ostinato_trainer.model_files import check_model_folder, check_same_tokenizer, load_tokenizer
 from ostinato_trainer.ppo_trainer import PPOTrainer
 from ostinato_trainer.prompt_loader import PromptLoader
@@ -193,6 +194,7 @@ def backend_options(config: Config, total_steps: int) -> LocalBackendOptions:
         keep_reference=actor.use_kl_loss or config.algorithm.use_kl_in_reward,
         max_tokens_per_forward=actor.ppo_max_token_len_per_gpu,
         use_remove_padding=config.actor_rollout_ref.model.use_remove_padding,
+        lora=lora_options(config.actor_rollout_ref.model, seed=config.trainer.seed),
     )
 
 

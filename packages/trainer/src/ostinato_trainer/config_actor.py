@@ -25,6 +25,16 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Folder in the Hugging Face format: config, weights and tokenizer. Must be given to train."""
     chat_template: str | None = None
     """Chat template to use instead of the model's own: the template's text, or the path of a `.jinja` file."""
+    lora_rank: Annotated[int, Meta(ge=0)] = 0
+    """Rank of low-rank adapters (LoRA) that are trained while the model's own weights stay as they are; 0 trains all weights."""
+    lora_alpha: Annotated[float, Meta(gt=0)] = 16.0
+    """An adapter's update is scaled by lora_alpha / lora_rank."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Layers that get adapters: all-linear (all but the output layer), a list of names or their ends, or a regular expression."""
+    exclude_modules: str | tuple[str, ...] | None = None
+    """Layers that get none, in the same forms."""
+    lora_adapter_path: str | None = None
+    """Folder of adapters, as peft writes them, to go on from; they decide rank, alpha and layers. The model at `path` stays the reference."""
     use_remove_padding: bool = True
     """Train on sequences without padding where the model's attention can; false pads, with the same numbers."""
 

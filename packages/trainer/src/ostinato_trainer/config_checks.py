@@ -26,6 +26,7 @@ __all__ = ["check_runnable", "consistency_problems", "problems_text", "unread_ke
 logger = logging.getLogger(__name__)
 
 _ACTOR: Final = "actor_rollout_ref.actor"
+_MODEL: Final = "actor_rollout_ref.model"
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
 
 
@@ -121,6 +122,7 @@ def unread_keys(config: Config, written: Collection[str]) -> list[str]:
         written: dotted paths that files or overrides gave.
     """
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    model = config.actor_rollout_ref.model
     rules = (
         (not actor.use_kl_loss, f"{_ACTOR}.use_kl_loss is false", (f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type")),
         (actor.use_dynamic_bsz, f"{_ACTOR}.use_dynamic_bsz is true", (f"{_ACTOR}.ppo_micro_batch_size_per_gpu",)),
@@ -162,6 +164,11 @@ def unread_keys(config: Config, written: Collection[str]) -> list[str]:
             config.algorithm.adv_estimator in _WITHOUT_CRITIC,
             f"algorithm.adv_estimator is {config.algorithm.adv_estimator}, which needs no critic",
             ("trainer.critic_warmup", *(key for key in written if key.startswith("critic."))),
+        ),
+        (
+            not model.lora_rank or model.lora_adapter_path is not None,
+            f"{_MODEL}.lora_rank is 0" if model.lora_adapter_path is None else f"{_MODEL}.lora_adapter_path decides it",
+            tuple(f"{_MODEL}.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules")),
         ),
         (
             bool(config.critic.use_dynamic_bsz),

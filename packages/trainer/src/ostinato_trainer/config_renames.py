@@ -25,6 +25,11 @@ RENAMED_PATHS: Final[dict[str, str]] = {
     f"{_ROLLOUT}.prompt_length": "data.max_prompt_length",
     f"{_ROLLOUT}.response_length": "data.max_response_length",
     f"{_ROLLOUT}.val_kwargs.num_samples": f"{_ROLLOUT}.val_kwargs.n",
+    "actor_rollout_ref.model.lora.rank": "actor_rollout_ref.model.lora_rank",
+    "actor_rollout_ref.model.lora.alpha": "actor_rollout_ref.model.lora_alpha",
+    "actor_rollout_ref.model.lora.target_modules": "actor_rollout_ref.model.target_modules",
+    "actor_rollout_ref.model.lora.exclude_modules": "actor_rollout_ref.model.exclude_modules",
+    "actor_rollout_ref.model.lora.adapter_path": "actor_rollout_ref.model.lora_adapter_path",
     "critic.cliprange": "critic.cliprange_value",
     "critic.clip_range": "critic.cliprange_value",
     "custom_reward_function": "reward.custom_reward_function",
@@ -99,6 +104,8 @@ RENAMED_NAMES: Final[dict[str, str]] = {
     "critic_pretrain": "critic.model.path",
     "critic_learning_rate": "critic.optim.lr",
     "critic_lr": "critic.optim.lr",
+    "lora_r": "actor_rollout_ref.model.lora_rank",
+    "lora_target_modules": "actor_rollout_ref.model.target_modules",
     "freezing_actor_steps": "trainer.critic_warmup",
     "num_critic_only_steps": "trainer.critic_warmup",
     "epsilon_low": f"{_ACTOR}.clip_ratio_low",
@@ -200,7 +207,7 @@ _AHEAD: Final = "how far ahead of training is sampled is trainer.max_staleness, 
 _EVERY_STEP: Final = "weights go to the engine after every step"
 _LOG_PROB: Final = f"log-probabilities are computed {_ACTOR}.ppo_max_token_len_per_gpu tokens at a time"
 _ONE_DEVICE: Final = "this version trains on one device"
-_NO_ADAPTERS: Final = "this version trains all weights"
+_PLAIN_LORA: Final = "adapters are plain LoRA; see actor_rollout_ref.model.lora_rank"
 _ONE_ENGINE: Final = f"there is one engine, in this process or under {_ROLLOUT}.engine_python"
 
 UNREAD_NAMES: Final[dict[str, str]] = {
@@ -226,9 +233,9 @@ UNREAD_NAMES: Final[dict[str, str]] = {
     "ulysses_sequence_parallel_size": _ONE_DEVICE,
     "balance_batch": _ONE_DEVICE,
     "zero_stage": _ONE_DEVICE,
-    "lora_rank": _NO_ADAPTERS,
-    "lora_alpha": _NO_ADAPTERS,
-    "target_modules": _NO_ADAPTERS,
+    "lora_dropout": "adapters have no dropout, so that old and new log-probabilities are those of one function",
+    "use_dora": _PLAIN_LORA,
+    "use_rslora": _PLAIN_LORA,
     "trust_remote_code": "code that comes with a model is never run",
     "dataloader_num_workers": "rows are read in this process",
     "use_shm": "rows are read from their files",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from ostinato_trainer.backend_state import BackendState, ModelState, check_match
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.causal_lm import CausalLM, load_causal_lm
 from ostinato_trainer.errors import BackendError
+from ostinato_trainer.lora import LORA_FOLDER, LoraAdapters, LoraOptions
 from ostinato_trainer.model_passes import accumulate_gradients, check_ids, out_of_memory_named
+from ostinato_trainer.packing import Layout
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -38,9 +41,13 @@ class LocalBackendOptions(AdamWOptions, frozen=True, forbid_unknown_fields=True,
     """What the model computes in. With bfloat16 the weights and moments stay float32: 8 bits of mantissa would
     swallow small steps. float64 is for verification."""
     keep_reference: bool = False
-    """Keep a frozen copy of the model as it is at construction: the reference of a KL term."""
+    """Keep the model as it is at construction, the reference of a KL term: a frozen copy, or with adapters the model without them."""
+    lora: LoraOptions | None = None
+    """Train adapters only and leave the model's own weights as they are."""
     max_tokens_per_forward: int = 16384
-    """Padded tokens of one forward pass in `log_probs`, which needs no gradient; a longer sequence goes alone."""
+    """Tokens of one forward pass in `log_probs`, which needs no gradient; a longer sequence goes alone."""
+    use_remove_padding: bool = True
+    """Pack sequences into one row where the model's attention can; false pads them."""
 
     def check(self) -> None:
         """Raises BackendError where a value is out of range."""
@@ -77,12 +84,15 @@ class LocalBackend:
         self.options = options or LocalBackendOptions()
         self.options.check()
         self._device = torch.device(pick_device(self.options.device))
-        autocast = self.options.autocast
         model = model.to(self._device, self.options.parameter_dtype)
-        self._lm = CausalLM(model, autocast=autocast)
+        self._lora = None if self.options.lora is None else LoraAdapters(model, self.options.lora)
+        self._lm = self._wrapped(model)
         self._reference: CausalLM | None = None
         if self.options.keep_reference:
-            self._reference = CausalLM(copy.deepcopy(model).requires_grad_(False), autocast=autocast)
+            without_adapters = self._lora is None
+            self._reference = (
+                self._wrapped(copy.deepcopy(model).requires_grad_(False)) if without_adapters else self._lm
+            )
         self._tokenizer_source = tokenizer_source
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.optimizer = AdamW(trained, self.options)
@@ -101,10 +111,18 @@ class LocalBackend:
         model = load_causal_lm(path, dtype=options.parameter_dtype, device=torch.device(pick_device(options.device)))
         return cls(model, options, tokenizer_source=path)
 
+    def _wrapped(self, model: Any) -> CausalLM:
+        return CausalLM(model, autocast=self.options.autocast, remove_padding=self.options.use_remove_padding)
+
     @property
     def model(self) -> Any:
         """The `transformers` model under training."""
         return self._lm.model
+
+    @property
+    def pads_sequences(self) -> bool:
+        """See `TrainingBackend.pads_sequences`."""
+        return self._lm.layout is Layout.PADDED
 
     def forward_backward(
         self,
@@ -159,8 +177,9 @@ class LocalBackend:
         wanted = batch.loss_mask.clone() if loss_tokens_only else torch.ones_like(batch.loss_mask)
         wanted[batch.cu_seqlens[:-1]] = False
         result = torch.zeros(batch.num_tokens, dtype=torch.promote_types(self._lm.dtype, torch.float32))
-        with out_of_memory_named("log-probabilities", "ppo_max_token_len_per_gpu"):
-            for chosen in batch.token_chunks(self.options.max_tokens_per_forward):
+        base_only = self._lora.off() if reference and self._lora is not None else nullcontext()
+        with base_only, out_of_memory_named("log-probabilities", "ppo_max_token_len_per_gpu"):
+            for chosen in batch.token_chunks(self.options.max_tokens_per_forward, padded=self.pads_sequences):
                 part, tokens = batch.select(chosen), batch.token_positions(chosen)
                 log_probs, _ = model.log_probs(
                     part.to(self._device), wanted[tokens].to(self._device), temperature=temperature
@@ -195,10 +214,14 @@ class LocalBackend:
         Args:
             version: What to call these weights; the policy version by default.
         """
-        tensors = self._lm.named_tensors()
-        manifest = WeightManifest.from_tensors(self.policy_version if version is None else version, tensors.items())
+        tensors, lora = self._lm.named_tensors(), self._lora
+        named = tensors if lora is None else lora.base_tensors(tensors)
+        manifest = WeightManifest.from_tensors(self.policy_version if version is None else version, named.items())
 
         def stream() -> Iterator[tuple[str, Tensor]]:
+            if lora is not None:
+                yield from lora.merged(tensors)
+                return
             for name, tensor in tensors.items():
                 yield name, tensor.detach()
 
@@ -214,7 +237,7 @@ class LocalBackend:
 
     def snapshot(self) -> LocalSnapshot:
         """The state of now in memory of the host, three times the weights, to be written while training goes on."""
-        return LocalSnapshot(self._state().copied(), self._lm, self._tokenizer_source)
+        return LocalSnapshot(self._state().copied(), self._lm, self._tokenizer_source, self._lora)
 
     def load(self, directory: str | Path) -> None:
         """See `TrainingBackend.load`. The reference stays the model that the backend was made with.
@@ -223,7 +246,7 @@ class LocalBackend:
             CheckpointError: a file is missing, damaged, or of another model; nothing has changed then.
         """
         weights, moments, state = read_state(Path(directory))
-        tensors = self._lm.named_tensors()
+        tensors = self._trained_tensors()
         check_matches(directory, weights, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         self.optimizer.load(moments, num_steps=state.num_steps, num_skipped=state.num_skipped, source=directory)
         with torch.no_grad():
@@ -233,7 +256,11 @@ class LocalBackend:
 
     def save_hf(self, directory: str | Path) -> None:
         """See `TrainingBackend.save_hf`."""
-        self._lm.save_hf(Path(directory), tokenizer_source=self._tokenizer_source)
+        LocalSnapshot(self._state(), self._lm, self._tokenizer_source, self._lora).save_hf(directory)
+
+    def _trained_tensors(self) -> Mapping[str, Tensor]:
+        """What training may change: all tensors of the model, or the adapters alone."""
+        return self._lm.named_tensors() if self._lora is None else self._lora.parameters()
 
     def _state(self) -> ModelState:
         counters = BackendState(
@@ -241,7 +268,7 @@ class LocalBackend:
             num_skipped=self.optimizer.num_skipped,
             policy_version=self.policy_version,
         )
-        return ModelState(self._lm.named_tensors(), self.optimizer.moments(), counters)
+        return ModelState(self._trained_tensors(), self.optimizer.moments(), counters)
 
 
 @dataclass(frozen=True)
@@ -251,14 +278,19 @@ class LocalSnapshot:
     state: ModelState
     lm: CausalLM
     tokenizer_source: str | Path | None
+    lora: LoraAdapters | None = None
 
     def save(self, directory: str | Path) -> None:
         """See `TrainingBackend.save`."""
         self.state.save(directory)
 
     def save_hf(self, directory: str | Path) -> None:
-        """See `TrainingBackend.save_hf`."""
-        self.lm.save_hf(Path(directory), tokenizer_source=self.tokenizer_source, weights=self.state.weights)
+        """See `TrainingBackend.save_hf`. With adapters the weights are merged, and the adapters alone lie in `lora_adapter` below."""
+        weights = self.state.weights
+        if self.lora is not None:
+            weights = dict(self.lora.merged(self.lm.named_tensors(), adapters=weights))
+            self.lora.save(Path(directory) / LORA_FOLDER, adapters=self.state.weights)
+        self.lm.save_hf(Path(directory), tokenizer_source=self.tokenizer_source, weights=weights)
 
 
 def _check_temperature(temperature: float) -> None:

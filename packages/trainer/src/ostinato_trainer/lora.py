@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ostinato_trainer.backend_state import check_matches
+from ostinato_trainer.config_actor import ModelConfig
 from ostinato_trainer.errors import BackendError, CheckpointError, MissingExtraError
 
 ALL_LINEAR: Final = "all-linear"
@@ -50,6 +51,20 @@ class LoraOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Folder of adapters in peft's format to go on from; they decide rank, alpha and modules."""
     seed: int = 0
     """Of the adapters' first values."""
+
+
+def lora_options(model: ModelConfig, *, seed: int) -> LoraOptions | None:
+    """What a configuration asks for; None where all weights are trained."""
+    if not model.lora_rank and model.lora_adapter_path is None:
+        return None
+    return LoraOptions(
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        target_modules=model.target_modules,
+        exclude_modules=model.exclude_modules,
+        adapter_path=model.lora_adapter_path,
+        seed=seed,
+    )
 
 
 class LoraAdapters:
