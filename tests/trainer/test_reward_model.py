@@ -126,6 +126,8 @@ async def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text == {"input": "user: 1+1? -> 2 {prompt}"}
     async with serving(judged("score: 1")) as server:
         await asked(server, **CHAT, extra_body={"max_tokens": 5})
+        await asked(server, **CHAT, extra_body={"max_tokens": None, "temperature": None})
+    assert set(server.requests[1][2]) == {"model", "messages"}
     assert server.requests[0][2] == {
         "model": "judge",
         "messages": [{"role": "user", "content": "user: 1+1? | 2 {prompt} | 2"}],

@@ -92,9 +92,9 @@ def test_hostile_text_is_read_in_linear_time(text: str) -> None:
 def test_an_unknown_data_source_lists_the_known() -> None:
     """A data source without a scorer is an error that lists those there are and names the key for one's own."""
     assert scorer_for("openai/gsm8k") is SCORERS["openai/gsm8k"]
-    for unknown in ("x", None):
+    for unknown in ("x", None, 3, ["openai/gsm8k"]):
         with pytest.raises(RewardError, match=r"openai/gsm8k.*reward.custom_reward_function.path"):
-            scorer_for(unknown)
+            scorer_for(unknown)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,8 @@ class RewardModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     class_index: Annotated[int, Meta(ge=0)] | None = None
     """`classify`, `pooling`: which of several numbers is the score; null allows one only, of `pooling` for each token the last."""
     extra_body: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Further fields of each request, such as `temperature` and `max_tokens` of the judge, which are 0 and 1024 otherwise."""
+    """Further fields of each request, such as `temperature` and `max_tokens` of the judge, which are 0 and 1024 otherwise; null
+    leaves a field out."""
     request_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
     """Seconds for one request; all attempts together must end within `reward.timeout_s`."""
     max_retries: Annotated[int, Meta(ge=0, le=100)] = 4

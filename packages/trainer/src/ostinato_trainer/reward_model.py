@@ -100,7 +100,8 @@ class RewardModel:
             body |= {**_JUDGE, "messages": [{"role": "user", "content": text}]}
         else:
             body |= {"messages": messages} if text is None else {"input": text}
-        return {**body, **config.extra_body}
+        body |= config.extra_body
+        return {name: value for name, value in body.items() if value is not None}
 
     async def _asked(self, body: dict[str, Any]) -> Any:
         content = json.dumps(body).encode()

@@ -122,7 +122,7 @@ def scorer_for(data_source: str | None) -> Callable[..., Any]:
     Raises:
         RewardError: there is none; the message lists those there are.
     """
-    if data_source is not None:
+    if isinstance(data_source, str):
         if data_source in SCORERS:
             return SCORERS[data_source]
         for prefix, scorer in _PREFIXES.items():
