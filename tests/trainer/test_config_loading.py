@@ -134,7 +134,7 @@ def test_unknown_keys_name_the_right_one(override: str, right: str) -> None:
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("critic.optim.lr=1", "no critic"),
+        ("critic.enable=true", "exactly where algorithm.adv_estimator needs values"),
         ("actor_rollout_ref.ref.log_prob_micro_batch_size=1", "reference policy"),
         ("async_training.staleness_threshold=0.1", "trainer.max_staleness"),
         (f"{ROLLOUT}.free_cache_engine=true", "keeps its memory"),
