@@ -123,7 +123,7 @@ class Frameworks:
         return batch.trajectories[0]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def frameworks() -> Frameworks:
     """See Frameworks."""
     return Frameworks()

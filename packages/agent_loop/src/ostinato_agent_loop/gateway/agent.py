@@ -77,13 +77,14 @@ class GatewayAgentLoop(AgentLoopBase):
             except (Exception, SystemExit) as error:
                 if recording.engine_error is not None:
                     raise recording.engine_error from error
-                if recording.end is TrajectoryEnd.PROGRAM_ENDED:
+                if recording.end is TrajectoryEnd.PROGRAM_ENDED or recording.own_reward.missing() is not None:
                     if isinstance(error, SystemExit):  # it would end the whole run
                         raise AgentProgramError(
                             f"an agent in this process must return or raise, got exit({error.code!r}); raise an error"
                         ) from error
                     raise
-                # It was refused for a limit of the trajectory, and few programs expect that: an end like any other.
+                # It was refused for a limit of the trajectory, and few programs expect that: an end like any other, unless
+                # the program owes a reward.
                 output = None
             return await recording.outputs({"program_output": output})
 

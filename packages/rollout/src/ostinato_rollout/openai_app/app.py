@@ -71,7 +71,8 @@ class OpenAIApp:
         limits: How much of everything is taken.
         client: Where generations come from. By default a client of `pool` without admission: a conversation that nobody
             continues would keep its place, and engines queue by themselves.
-        only_session: The session that every request belongs to; others are refused. None: the one that it names.
+        only_session: The session that every request belongs to, whatever its X-Session-ID; paths of others are refused. None: the
+            one that it names.
         any_model: Take requests for models of any name.
         open_chat: Makes the ChatSession of a conversation that shows the model these tools, in place of the app.
         watch: Awaited for the answer to each request, with what is asked and what has it answered; it may ask for something
@@ -249,9 +250,10 @@ class OpenAIApp:
         return json_response(take(await read_body(request, self.limits)))
 
     def _session(self, request: Request) -> str | None:
-        name = _session_name(request)
         if self._only_session is None:
-            return name
+            return _session_name(request)
+        # Some frameworks send an X-Session-ID of their own with every request, to be routed by; here it leads nowhere else.
+        name = request.path_params.get("session")
         if name not in (None, self._only_session):
             raise ApiError(
                 f"the session must be left out here, got {name!r}; every request belongs to the same one",
