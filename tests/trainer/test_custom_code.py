@@ -20,6 +20,13 @@ def test_files_and_modules_are_loaded(tmp_path: Path) -> None:
     assert load("json", "dumps") is __import__("json").dumps
 
 
+def test_a_prefix_says_whether_it_is_a_file_or_a_module(tmp_path: Path) -> None:
+    """`pkg://` is a module and `file://` a file, as configurations of this field write them."""
+    (tmp_path / "own.py").write_text("x = 3\n")
+    assert load("pkg://json.decoder", "JSONDecoder") is __import__("json").JSONDecoder
+    assert load(f"file://{tmp_path}/own.py") == 3
+
+
 def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
     """Files with the same name in different folders do not take each other's place."""
     for folder, value in (("a", 1), ("b", 2)):

@@ -12,7 +12,7 @@ import pytest
 
 from ostinato_tokenization.testing import tiny_chat_tokenizer
 from ostinato_trainer.config_data import CustomClassConfig, DataConfig
-from ostinato_trainer.dataset import RLHFDataset, create_dataset
+from ostinato_trainer.dataset import RLHFDataset, RowSample, create_dataset
 from ostinato_trainer.errors import DatasetError
 
 TOKENIZER = tiny_chat_tokenizer()
@@ -163,3 +163,135 @@ def test_no_files_are_an_error() -> None:
     """An empty list of files names the key to set."""
     with pytest.raises(DatasetError, match=r"data.train_files"):
         make([])
+
+
+def test_files_of_different_columns_are_one_dataset(tmp_path: Path) -> None:
+    """A column that one file lacks is absent from its rows; mappings may be JSON text in one file and not in the other."""
+    pq.write_table(pa.Table.from_pylist([row("a", extra_info={"index": 7}, ability="math")]), tmp_path / "a.parquet")
+    texts = {"prompt": json.dumps(row("b")["prompt"]), "extra_info": '{"index": "b-1"}', "agent_name": None}
+    pq.write_table(pa.Table.from_pylist([texts]), tmp_path / "b.parquet")
+    first, second = make(f"{tmp_path}/*.parquet")
+    assert (first["index"], first["ability"]) == (7, "math")
+    assert (second["index"], second["raw_prompt"]) == ("b-1", row("b")["prompt"])
+    assert second.keys().isdisjoint({"ability", "data_source", "agent_name"})
+
+
+def test_a_prompt_that_no_cut_makes_short_enough_is_found_at_the_start(tmp_path: Path) -> None:
+    """Where cutting the longest message is not enough the row is an error, or is left out, when the dataset is made."""
+    hopeless = {"prompt": [{"role": "user", "content": "long " * 20}] * 2}
+    file = jsonl(tmp_path, [row("a"), hopeless, row("long " * 50)])
+    with pytest.raises(DatasetError, match=r"line 2: prompt must fit in data.max_prompt_length=60"):
+        make(file, max_prompt_length=60, truncation="left")
+    dataset = make(file, max_prompt_length=60, truncation="left", skip_bad_rows=True)
+    assert [len(TOKENIZER.encode_chat(item["raw_prompt"])) <= 60 for item in dataset] == [True, True]
+    assert [bad.place for bad in dataset.bad_rows] == [f"{file}, line 2"]
+    assert [item["index"] for item in dataset] == [0, 2]
+
+
+def test_bad_rows_of_every_kind_are_listed_in_order(tmp_path: Path) -> None:
+    """What is no JSON, lacks a field, or is refused by the template is listed as it stands in the file."""
+    template = "{{ messages[0].content }}{{ raise_exception('too rude') if messages[0].content == 'rude' }}"
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps(row("rude")), "no json", json.dumps({"a": 1}), json.dumps(row("good")), json.dumps(row("rude"))]
+    path.write_text("\n".join(lines))
+    tokenizer = tiny_chat_tokenizer(chat_template=template)
+    with pytest.raises(DatasetError, match="line 2"):  # read before the first chunk of prompts is counted
+        RLHFDataset(str(path), config=DataConfig(), tokenizer=tokenizer)
+    dataset = RLHFDataset(str(path), config=DataConfig(skip_bad_rows=True), tokenizer=tokenizer)
+    assert [bad.place.rpartition(" ")[2] for bad in dataset.bad_rows] == ["1", "2", "3", "5"]
+    assert [bad.problem.partition(",")[0] for bad in dataset.bad_rows] == [
+        "prompt must be accepted by the chat template",
+        "must be a JSON object",
+        "prompt must be there",
+        "prompt must be accepted by the chat template",
+    ]
+    assert len(dataset) == 1
+
+
+def test_tools_that_cannot_be_shown_are_an_error_with_the_row(tmp_path: Path) -> None:
+    """What the rollout would raise for the row's agent or tools comes with the row, before the first step."""
+
+    def schemas(item: Mapping[str, Any]) -> list[dict] | None:
+        raise LookupError(f"no agent {item['agent_name']}")
+
+    file = jsonl(tmp_path, [row("a", agent_name="nobody")])
+    with pytest.raises(DatasetError, match="line 1: no agent nobody"):
+        make(file, tool_schemas=schemas)
+
+
+def test_lengths_are_counted_once_and_by_several_processes_alike(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two processes find what one finds; another limit, order or place of the rows counts nothing again."""
+    rows = [row("x" * (number % 50) + f"{number:04}") for number in range(2500)]
+    files = [jsonl(tmp_path, rows), jsonl(tmp_path, rows[::-1], "other.jsonl")]
+    one, two = (str(tmp_path / name) for name in ("one", "two"))
+    keys: dict[str, Any] = {"filter_overlong_prompts": True}
+    limit = len(TOKENIZER.encode_chat(row("x" * 24 + "0000")["prompt"]))
+    with caplog.at_level(logging.INFO, logger="ostinato_trainer"):
+        serial = make(files[0], cache_dir=one, max_prompt_length=limit, filter_overlong_prompts_workers=1, **keys)
+        parallel = make(files[0], cache_dir=two, max_prompt_length=limit, filter_overlong_prompts_workers=2, **keys)
+        again = make(files[1], cache_dir=two, max_prompt_length=limit + 1, **keys)
+    assert min(len(serial), serial.num_overlong) > 1000
+    assert len(serial) + serial.num_overlong == 2500
+    assert serial.prompt_lengths == parallel.prompt_lengths
+    assert serial.fingerprint == parallel.fingerprint
+    assert len(again) > len(serial)
+    assert [number in caplog.text for number in ("(2500 counted now", "(0 counted now")] == [True, True]
+
+
+def test_a_fingerprint_is_that_of_the_rows(tmp_path: Path) -> None:
+    """Another content or another choice of rows is another fingerprint; another folder is not."""
+    (tmp_path / "elsewhere").mkdir()
+    file = jsonl(tmp_path, [row("a"), row("long " * 50)])
+    moved = jsonl(tmp_path / "elsewhere", [row("a"), row("long " * 50)])
+    other = jsonl(tmp_path, [row("a"), row("long " * 51)], "other.jsonl")
+    own = make(file).fingerprint
+    assert make(moved).fingerprint.difference(own) is None
+    assert "another content" in str(make(other).fingerprint.difference(own))
+    filtered = make(file, max_prompt_length=30, filter_overlong_prompts=True)
+    assert "max_prompt_length" in str(filtered.fingerprint.difference(own))
+
+
+def test_a_sample_looks_at_no_other_rows(tmp_path: Path) -> None:
+    """A sample is the first rows, or rows drawn by a seed; what is wrong with the others does not matter."""
+    file = jsonl(tmp_path, [row(str(number)) for number in range(50)] + [{"bad": 1}])
+
+    def texts(sample: RowSample) -> list[str]:
+        dataset = RLHFDataset(file, config=DataConfig(), tokenizer=TOKENIZER, sample=sample)
+        return [item["raw_prompt"][0]["content"] for item in dataset]
+
+    assert texts(RowSample(3, seed=None)) == ["0", "1", "2"]
+    drawn = texts(RowSample(5, seed=4))
+    assert drawn == texts(RowSample(5, seed=4)) == sorted(drawn, key=int)
+    assert len(set(drawn)) == 5
+    assert drawn != texts(RowSample(5, seed=5))
+    with pytest.raises(DatasetError, match="line 51"):
+        texts(RowSample(100, seed=4))
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (
+            "    def __init__(self, files, **more): raise KeyError('column')",
+            r"own.py:2: KeyError: 'column'; mend the class",
+        ),
+        ("    def __getitem__(self, index): return 3", "mappings with raw_prompt, got 1 rows and first int"),
+        ("    def __getitem__(self, index): return {'a': 1}", "got 1 rows and first dict with a"),
+        ("    def __len__(self): return 0", "got 0 rows"),
+    ],
+)
+def test_a_class_of_one_s_own_is_tried_before_the_first_step(body: str, expected: str, tmp_path: Path) -> None:
+    """A class that raises, or gives what is no row, is an error with the key and the line."""
+    (tmp_path / "own.py").write_text(f"class Own:\n{body}\n" + _REST_OF_A_CLASS)
+    config = DataConfig(custom_cls=CustomClassConfig(path=str(tmp_path / "own.py"), name="Own"))
+    with pytest.raises(DatasetError, match=f"data.custom_cls must give .*{expected}"):
+        create_dataset("any", config=config, tokenizer=TOKENIZER)
+
+
+_REST_OF_A_CLASS = (
+    "    __init__ = locals().get('__init__', lambda self, files, **more: None)\n"
+    "    __len__ = locals().get('__len__', lambda self: 1)\n"
+    "    __getitem__ = locals().get('__getitem__', lambda self, index: {'raw_prompt': []})\n"
+)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ostinato_tokenization.testing import tiny_chat_tokenizer
 from ostinato_trainer.errors import DatasetError
-from ostinato_trainer.prompt_length import PromptLength, cut_text
+from ostinato_trainer.prompt_length import PromptLength, cut_text, without_longest_text
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 
@@ -69,3 +69,16 @@ def test_the_side_names_what_is_lost(side: str, kept: str) -> None:
     """left loses the beginning, right the end, middle the middle."""
     assert cut_text("abcdefg", 4, side) == kept  # type: ignore[arg-type]
     assert cut_text("abcdefg", 0, side) == ""  # type: ignore[arg-type]
+
+
+def test_text_in_parts_is_cut_too() -> None:
+    """Where the longest text is a part of a message, that part is cut, and the message that was given stays as it was."""
+    parts = [{"type": "text", "text": "short"}, {"type": "text", "text": "q" * 200}]
+    given = [{"role": "system", "content": "be brief"}, {"role": "user", "content": parts}]
+    length = PromptLength(tiny_chat_tokenizer(), {}, 60)
+    cut = length.shortened(given, None, "right")
+    assert length.count(cut, None) <= 60
+    assert cut[1]["content"][0] == parts[0]
+    assert 0 < len(cut[1]["content"][1]["text"]) < 200
+    assert given[1]["content"][1]["text"] == "q" * 200
+    assert length.count(without_longest_text(given), None) < length.count(cut, None)

@@ -32,6 +32,14 @@ CONFIG = DataConfig()
         ({"prompt": PROMPT, "extra_info": {"tools_kwargs": [1]}}, "extra_info.tools_kwargs must be a mapping"),
         ({"prompt": PROMPT, "extra_info": {"tools_kwargs": {"t": 1}}}, "extra_info.tools_kwargs.t must be a mapping"),
         ({"prompt": PROMPT, "extra_info": {"need_tools_kwargs": True}}, "extra_info.tools_kwargs must name a tool"),
+        ({"prompt": PROMPT, "extra_info": {"index": 1.5}}, "extra_info.index must be a whole number or text, got 1.5"),
+        ({"prompt": PROMPT, "extra_info": {"index": True}}, "extra_info.index must be a whole number or text"),
+        ({"prompt": PROMPT, "extra_info": {"tool_selection": "calc"}}, "extra_info.tool_selection must be a list"),
+        ({"prompt": PROMPT, "extra_info": {"tool_selection": [1]}}, "extra_info.tool_selection must be a list"),
+        (
+            {"prompt": PROMPT, "reward_model": {"ground_truth": float("nan")}},
+            "reward_model.ground_truth must be an answer, got nan",
+        ),
         ({"prompt": PROMPT, "agent_name": 3}, "agent_name must be text"),
         ({"prompt": PROMPT, "data_source": ""}, "data_source must be text"),
     ],
@@ -98,3 +106,22 @@ def test_an_item_of_a_bare_row_has_defaults() -> None:
     item = row_item({"question": PROMPT}, DataConfig(prompt_key="question"), 5)
     assert (item["index"], item["extra_info"], item["tools_kwargs"]) == (5, {}, {})
     assert item["raw_prompt"] == PROMPT
+
+
+def test_gaps_of_a_table_are_no_values() -> None:
+    """What tables write for a missing name or number, null or NaN, is as if the column were not there."""
+    gap = float("nan")
+    row = {"prompt": PROMPT, "agent_name": gap, "data_source": None, "extra_info": {"index": gap}}
+    assert check_row(row, CONFIG) is None
+    item = row_item(row, CONFIG, 4)
+    assert item["index"] == 4
+    assert item.keys().isdisjoint({"agent_name", "data_source"})
+
+
+@pytest.mark.parametrize(("written", "read"), [(3, 3), (3.0, 3), ("train-3", "train-3"), (None, 9)])
+def test_an_index_is_a_number_or_text(written: object, read: object) -> None:
+    """A number with a fraction of nothing, as a column with gaps has it, is the number; none is the row's place."""
+    row = {"prompt": PROMPT, "extra_info": {"index": written}}
+    assert check_row(row, CONFIG) is None
+    item = row_item(row, CONFIG, 9)
+    assert (item["index"], type(item["index"])) == (read, type(read))
