@@ -237,6 +237,28 @@ async def test_a_closed_pool_takes_no_call(processes: Any) -> None:
         await pool.call({"value": 0})
 
 
+async def test_a_start_that_outlasts_a_deadline_serves_the_next_call(tmp_path: Path) -> None:
+    """A function whose import takes longer than a call may is imported once, and answers as soon as it is there."""
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, time\n"
+        "with (pathlib.Path(__file__).parent / 'imports').open('a') as file: file.write('x')\n"
+        "time.sleep(0.7)\n"
+        "def f(value): return value\n"
+    )
+    pool = ScoringProcesses("f", module="slow", file=str(tmp_path / "slow.py"), function="f", num_processes=1)
+    answer = None
+    while answer is None:
+        try:
+            async with asyncio.timeout(0.1):
+                answer = await pool.call({"value": 5})
+        except TimeoutError:
+            assert pool.num_alive <= 1
+    assert answer == 5
+    assert (tmp_path / "imports").read_text() == "x"
+    await pool.aclose()
+    assert pool.num_alive == 0
+
+
 async def test_a_pool_that_closes_while_a_process_starts_leaves_none(processes: Any) -> None:
     """Closing at any moment of a call's beginning leaves no process, and the call is an error."""
     for number in range(5):

@@ -1,7 +1,8 @@
 """Processes for scores: bounded in number, memory and time, killed and replaced when they hang.
 
 Invariant: a call that is cancelled, as a deadline does, kills the process that runs it with all that this one has started; nothing of
-it is left, and the next call gets another. A process is started when it is first needed and serves one call at a time.
+it is left, and the next call gets another. A process is started when it is first needed and serves one call at a time; its start is
+no part of any call's life, so that deadlines shorter than an import do not start it over and over.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ __all__ = ["ScoringProcesses"]
 
 _PROGRAM: Final = Path(__file__).with_name("scoring_process.py")
 _MAX_ANSWER_BYTES: Final = 16 * 2**20
+_STARTING_S: Final = 300.0
 _CLOSING_S: Final = 10.0
 
 
@@ -55,6 +57,8 @@ class ScoringProcesses:
         self._slots = asyncio.Semaphore(num_processes)
         self._idle: deque[_Process] = deque()
         self._all: set[_Process] = set()
+        self._starts: set[asyncio.Task[_Process]] = set()
+        self._given_up: deque[asyncio.Task[_Process]] = deque()
         self._ends: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
@@ -105,23 +109,50 @@ class ScoringProcesses:
         self._idle.clear()
         for process in list(self._all):
             self._kill(process)
-        if self._ends:
+        if waiting := {*self._starts, *self._ends}:
+            await asyncio.wait(waiting, timeout=_CLOSING_S)
+        if self._ends:  # of processes that were just starting
             await asyncio.wait(self._ends, timeout=_CLOSING_S)
 
     async def _take(self) -> _Process:
+        """A process that is ready. One whose call is given up while it starts goes on to start, for the next call."""
         while self._idle:
             process = self._idle.pop()
             if process.is_alive:
                 return process
             self._kill(process)
+        start = self._given_up.popleft() if self._given_up else self._begin_start()
+        is_taken = False
+        try:
+            process = await asyncio.shield(start)
+            is_taken = True
+            return process
+        finally:
+            if not is_taken and not _has_failed(start):
+                self._given_up.append(start)
+
+    def _begin_start(self) -> asyncio.Task[_Process]:
+        start = asyncio.create_task(self._start())
+        self._starts.add(start)
+        start.add_done_callback(self._starts.discard)
+        start.add_done_callback(_has_failed)  # looks at its error, which nobody may be left to do
+        return start
+
+    async def _start(self) -> _Process:
         process = await _Process.start()
         self._all.add(process)
         is_ready = False
         try:
             self._check_open()
-            reply = await process.exchange(pickle.dumps({**self._setup, "sys_path": sys.path}))
+            async with asyncio.timeout(_STARTING_S):
+                reply = await process.exchange(pickle.dumps({**self._setup, "sys_path": sys.path}))
             _unpacked(reply, f"the process of {self._name}")
             is_ready = True
+        except TimeoutError:
+            raise RewardError(
+                f"the process of {self._name} must load the function within {_STARTING_S:g} s, got no answer; see what its "
+                "module does when it is imported"
+            ) from None
         except _Ended as error:
             raise RewardError(
                 f"the process of {self._name} must load the function, got {error}; see what it wrote, and raise "
@@ -207,6 +238,10 @@ class _Process:
     async def gone(self) -> None:
         """Wait until it is."""
         await self._process.wait()
+
+
+def _has_failed(start: asyncio.Task[_Process]) -> bool:
+    return start.done() and (start.cancelled() or start.exception() is not None)
 
 
 def _unpacked(reply: Any, name: str) -> Any:
