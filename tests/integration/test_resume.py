@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,12 +140,11 @@ def lab(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="module")
-def straight(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """The folder of a run that was never stopped, and the seconds that it took."""
+def straight(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was never stopped."""
     folder = tmp_path_factory.mktemp("straight")
-    begin = time.monotonic()
     lab.finish(folder)
-    return folder, time.monotonic() - begin
+    return folder
 
 
 def curve(folder: Path) -> dict[int, dict[str, float]]:
@@ -189,18 +188,23 @@ def is_writing(folder: Path) -> bool:
     return any(path.name.startswith(".writing-global_step") for path in folder.iterdir())
 
 
-def kill_on_the_way(
-    lab: Lab, folder: Path, number: int, choice: random.Random, seconds: float, *overrides: str
-) -> bool:
-    """Starts a run and ends it by a signal at a random moment, or at one in which it writes a checkpoint; whether it was under way."""
+def num_lines(folder: Path) -> int:
+    """Lines of metrics, one a step and one before the first."""
+    path = folder / "metrics.jsonl"
+    return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+
+def kill_on_the_way(lab: Lab, folder: Path, number: int, choice: random.Random, *overrides: str) -> bool:
+    """Starts a run and ends it by a signal: at a random moment of its next steps, or while it writes a checkpoint; whether it was under way."""
+    before = num_lines(folder)
     child = lab.start(folder, *overrides)
-    if choice.random() < 0.3:
-        deadline = time.monotonic() + seconds
-        while not is_writing(folder) and time.monotonic() < deadline and not child.is_over(0.0005):
-            pass
+    if choice.random() < 0.4:
+        wait_for(child, lambda: is_writing(folder))
         over = child.is_over(choice.random() * 0.005)
     else:
-        over = child.is_over(choice.random() * seconds)
+        num_steps = choice.randrange(3)
+        wait_for(child, lambda: num_lines(folder) >= before + num_steps)
+        over = child.is_over(choice.random() * 0.4)
     if not over:
         child.send(number)
     status = child.status()
@@ -214,66 +218,65 @@ def kill_on_the_way(
     return status != 0
 
 
-def kills_until_the_end(
-    lab: Lab, folder: Path, choice: random.Random, seconds: float, most: int, *overrides: str
-) -> int:
+def wait_for(child: Child, condition: Callable[[], bool]) -> None:
+    """Until it holds, or the run is over."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition() and time.monotonic() < deadline and not child.is_over(0.001):
+        pass
+
+
+def kills_until_the_end(lab: Lab, folder: Path, choice: random.Random, most: int, *overrides: str) -> int:
     """Kills a run again and again while it makes its way, then lets it end; how often it was killed."""
     num_kills = 0
-    for _ in range(most):
-        if not kill_on_the_way(lab, folder, signal.SIGKILL, choice, seconds, *overrides):
-            break
+    while num_kills < most and kill_on_the_way(lab, folder, signal.SIGKILL, choice, *overrides):
         num_kills += 1
     lab.finish(folder, *overrides)
     return num_kills
 
 
-def test_a_killed_run_ends_like_one_that_was_not(lab: Lab, straight: tuple[Path, float], tmp_path: Path) -> None:
+def test_a_killed_run_ends_like_one_that_was_not(lab: Lab, straight: Path, tmp_path: Path) -> None:
     """Killed three times at random moments, a run has the curve and the weights of one that was never stopped."""
-    folder, seconds = straight
-    num_kills = kills_until_the_end(lab, tmp_path / "run", random.Random(1), 0.7 * seconds, 3)
+    num_kills = kills_until_the_end(lab, tmp_path / "run", random.Random(1), 3)
     assert num_kills
-    must_be_alike(tmp_path / "run", folder)
+    must_be_alike(tmp_path / "run", straight)
 
 
-def test_an_interrupted_run_ends_like_one_that_was_not(lab: Lab, straight: tuple[Path, float], tmp_path: Path) -> None:
+def test_an_interrupted_run_ends_like_one_that_was_not(lab: Lab, straight: Path, tmp_path: Path) -> None:
     """The same after Ctrl-C and SIGTERM."""
-    folder, seconds = straight
     choice = random.Random(2)
     for number in (signal.SIGINT, signal.SIGTERM):
-        kill_on_the_way(lab, tmp_path / "run", number, choice, 0.7 * seconds)
+        kill_on_the_way(lab, tmp_path / "run", number, choice)
     lab.finish(tmp_path / "run")
-    must_be_alike(tmp_path / "run", folder)
+    must_be_alike(tmp_path / "run", straight)
 
 
-def test_every_step_can_be_gone_on_from(lab: Lab, straight: tuple[Path, float], tmp_path: Path) -> None:
+def test_every_step_can_be_gone_on_from(lab: Lab, straight: Path, tmp_path: Path) -> None:
     """From the middle of an epoch, its end and the step before the last the rest of the curve is the same; after the last step nothing is
     left, which is said."""
-    folder, _ = straight
     for step in (2, 4, NUM_STEPS - 1):
         run = tmp_path / f"from-{step}"
-        shutil.copytree(folder, run)
+        shutil.copytree(straight, run)
         lab.finish(run, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={run / f'global_step_{step}'}")
-        must_be_alike(run, folder)
-    before = (folder / "metrics.jsonl").read_bytes()
+        must_be_alike(run, straight)
+    before = (straight / "metrics.jsonl").read_bytes()
     assert (
-        f"Nothing is left to do: {folder / f'global_step_{NUM_STEPS}'} is step {NUM_STEPS} of {NUM_STEPS}"
-        in lab.finish(folder)
+        f"Nothing is left to do: {straight / f'global_step_{NUM_STEPS}'} is step {NUM_STEPS} of {NUM_STEPS}"
+        in lab.finish(straight)
     )
-    assert (folder / "metrics.jsonl").read_bytes() == before
+    assert (straight / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_kills_at_many_moments(lab: Lab, straight: tuple[Path, float], tmp_path: Path) -> None:
+def test_kills_at_many_moments(lab: Lab, straight: Path, tmp_path: Path) -> None:
     """At least 24 kills at random moments, a third of them while a checkpoint is written, over several runs: each has the same curve and
     weights in the end."""
-    folder, seconds = straight
     choice = random.Random(3)
     num_kills = num_runs = 0
     while num_kills < 24:
         run = tmp_path / f"run-{num_runs}"
-        num_kills += kills_until_the_end(lab, run, choice, 0.8 * seconds, 8)
-        must_be_alike(run, folder)
+        num_kills += kills_until_the_end(lab, run, choice, 8)
+        must_be_alike(run, straight)
         num_runs += 1
         assert num_runs < 24
 
@@ -286,13 +289,29 @@ def test_kills_at_many_moments(lab: Lab, straight: tuple[Path, float], tmp_path:
         ("algorithm.adv_estimator=gae",),
         ("trainer.async_save=false", "trainer.max_ckpt_to_keep=1", "trainer.save_freq=2"),
         ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.ppo_epochs=2"),
+        ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=20"),
     ],
-    ids=["critic", "waiting", "reference"],
+    ids=["critic", "waiting", "reference", "controller"],
 )
 def test_other_runs_too(lab: Lab, tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    """With a critic, with checkpoints that are waited for and removed, and with a reference policy: killed or not, the end is the same."""
-    begin = time.monotonic()
+    """With a critic, with checkpoints that are waited for and removed, with a reference policy, and with a controller of the divergence:
+    killed or not, the end is the same."""
     lab.finish(tmp_path / "straight", *overrides)
-    seconds = time.monotonic() - begin
-    kills_until_the_end(lab, tmp_path / "run", random.Random(4), 0.8 * seconds, 3, *overrides)
+    kills_until_the_end(lab, tmp_path / "run", random.Random(4), 3, *overrides)
     must_be_alike(tmp_path / "run", tmp_path / "straight")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_was_sampled_ahead_is_taken_up(lab: Lab, tmp_path: Path) -> None:
+    """A run that samples ahead of training goes on after kills with what was finished, draws every prompt as often as it would have, and has
+    each step once; its curve is another one, for how far ahead it is depends on time."""
+    run, overrides = tmp_path / "run", ("trainer.max_staleness=1",)
+    assert kills_until_the_end(lab, run, random.Random(5), 4, *overrides)
+    assert list(curve(run)) == list(range(NUM_STEPS + 1))
+    lab.finish(tmp_path / "straight", *overrides)
+    states = [
+        json.loads((path / f"global_step_{NUM_STEPS}" / "run_state.json").read_bytes())
+        for path in (run, tmp_path / "straight")
+    ]
+    assert states[0]["parts"]["sampling"]["rows"] == states[1]["parts"]["sampling"]["rows"]

@@ -64,6 +64,7 @@ class RunCheckpoints:
         self._manager, self._config = manager, config
         self._backend, self._critic, self._loggers, self._parts = backend, critic, loggers, parts
         self._thread = CheckpointThread()
+        self._has_warned_of_best = False
 
     async def save(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the state of now, to be written by a thread once the checkpoint before is complete.
@@ -75,6 +76,7 @@ class RunCheckpoints:
         Raises:
             CheckpointError: A checkpoint, this one or the one before, could not be written.
         """
+        self._look_for_best(step, metrics)
         await self._thread.finish()
         state = RunState.of(step, self._parts, self._loggers.state_dict())
         policy, critic = await asyncio.to_thread(lambda: (_frozen(self._backend), _frozen(self._critic)))
@@ -109,6 +111,20 @@ class RunCheckpoints:
         finally:
             if self._thread.is_busy:
                 self._manager.abandon()
+
+    def _look_for_best(self, step: int, metrics: Mapping[str, float]) -> None:
+        wanted = self._config.trainer.best_metric
+        if wanted is None or wanted in metrics or self._has_warned_of_best:
+            return
+        self._has_warned_of_best = True
+        known = [name for name in metrics if name.startswith("val-core/")] or list(metrics)[:10]
+        logger.warning(
+            "The checkpoint of step %d cannot be the best, for the step has no metric %s (trainer.best_metric); it has %s. What validation "
+            "measures is there in steps that trainer.test_freq divides",
+            step,
+            wanted,
+            ", ".join(known) or "none",
+        )
 
     def _writer(self, state: RunState, policy: Any, critic: _Saves | None) -> Callable[[Path], None]:
         template = chat_template_text(self._config.actor_rollout_ref.model)

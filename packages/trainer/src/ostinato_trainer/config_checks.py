@@ -223,6 +223,11 @@ def check_runnable(config: Config) -> None:
             "data.val_files must name a file while trainer.val_only is true, got none; "
             "write data.val_files=PATH or trainer.val_only=false"
         )
+    if (trainer.best_metric or "").startswith("val-") and (trainer.test_freq <= 0 or not config.data.val_paths):
+        problems.append(
+            f"trainer.best_metric must be measured in the run, got {trainer.best_metric} without validation; "
+            "write data.val_files=PATH and trainer.test_freq, a divisor of trainer.save_freq"
+        )
     problems += engine_problems(config)
     for path, value in (("trainer.nnodes", trainer.nnodes), ("trainer.n_gpus_per_node", trainer.n_gpus_per_node)):
         if value > 1:
