@@ -166,7 +166,7 @@ def sapo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, options: 
     """Soft adaptive policy optimization (arXiv:2511.20347): `-A sigmoid(tau (r - 1)) 4 / tau` with `tau_pos` for A > 0, else
     `tau_neg`; a gate instead of a clip, of slope 1 at r = 1."""
     log_ratio = _log_ratio(log_probs, old_log_probs)
-    tau = torch.where(advantages > 0, options.tau_pos, options.tau_neg).to(log_probs.dtype)
+    tau = torch.full_like(log_ratio, options.tau_neg).masked_fill(advantages > 0, options.tau_pos)
     return _unclipped(-advantages * torch.sigmoid(tau * (log_ratio.exp() - 1.0)) * 4.0 / tau, log_ratio)
 
 
