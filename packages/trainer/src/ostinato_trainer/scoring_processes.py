@@ -229,10 +229,9 @@ class _Process:
 
     def kill(self) -> None:
         """Kill it with all that it has started."""
+        # Not by asyncio, which may collect the dead child before its own watcher does and then complain.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
         self._requests.close()
 
     async def gone(self) -> None:
