@@ -11,23 +11,26 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import yaml
+from msgspec import Struct
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ostinato_trainer.config import Config
 from ostinato_trainer.config_checks import consistency_problems, problems_text, unread_keys
 from ostinato_trainer.config_renames import REFUSED_VALUES
-from ostinato_trainer.config_schema import is_free_form, schema_keys, schema_sections, type_text
+from ostinato_trainer.config_schema import Key, is_free_form, schema_keys, schema_sections, type_text
 from ostinato_trainer.config_unknown import unknown_key_message
 from ostinato_trainer.errors import ConfigError
 
-__all__ = ["flat_values", "load_config", "to_yaml"]
+__all__ = ["flat_values", "load_config", "load_tree", "to_yaml"]
 
 logger = logging.getLogger(__name__)
+
+Tree = TypeVar("Tree", bound=Struct)
 
 _CONFIG_DIR: Final = re.compile(r"(?<!\\)\$\{config_dir\}")
 """In a file's values this stands for the folder of that file."""
@@ -56,9 +59,39 @@ def load_config(files: str | Path | Sequence[str | Path] = (), overrides: Sequen
     Raises:
         ConfigError: naming the file or override, the key, what was expected and what to write.
     """
+    config, changed = load_tree(Config, files, overrides)
+    if problems := consistency_problems(config):
+        raise ConfigError(problems_text(problems))
+    for sentence in unread_keys(config, changed):
+        logger.warning("%s", sentence)
+    return config
+
+
+def load_tree(
+    root: type[Tree],
+    files: str | Path | Sequence[str | Path] = (),
+    overrides: Sequence[str] = (),
+    *,
+    options: Mapping[str, tuple[str, Any]] | None = None,
+) -> tuple[Tree, list[str]]:
+    """As `load_config`, for any tree of structs; the keys are checked one by one, not against each other.
+
+    Args:
+        root: The tree.
+        files: YAML files, in order.
+        overrides: `key=value` strings.
+        options: What the command line gave by options of its own, the last word: value by key, each with the option's name.
+
+    Returns:
+        The tree, and the dotted paths of what was written and is not the default.
+
+    Raises:
+        ConfigError: See `load_config`.
+    """
     paths = [files] if isinstance(files, str | Path) else files
-    sources = [_read_file(Path(path)) for path in paths] + [_read_override(text) for text in overrides]
-    problems = [problem for source in sources for problem in _key_problems(source)]
+    sources = [_read_file(Path(path), root) for path in paths] + [_read_override(text, root) for text in overrides]
+    sources += [_Source(option, {path: value}) for path, (option, value) in (options or {}).items()]
+    problems = [problem for source in sources for problem in _key_problems(source, root)]
     if problems:
         raise ConfigError(problems_text(list(dict.fromkeys(problems))))
     merged: dict[str, Any] = {}
@@ -67,16 +100,11 @@ def load_config(files: str | Path | Sequence[str | Path] = (), overrides: Sequen
         for path, value in source.values.items():
             merged[path] = _merged_value(merged.get(path), value)
             origins[path] = source.name
-    config = _convert(_resolve(merged), origins)
-    if problems := consistency_problems(config):
-        raise ConfigError(problems_text(problems))
-    changed = [path for path in origins if path in merged and merged[path] != _default(path)]
-    for sentence in unread_keys(config, changed):
-        logger.warning("%s", sentence)
-    return config
+    config = _convert(_resolve(merged, root), origins, root)
+    return config, [path for path in origins if path in merged and merged[path] != _default(path, root)]
 
 
-def to_yaml(config: Config) -> str:
+def to_yaml(config: Struct) -> str:
     """The whole tree as YAML, defaults included; `load_config` reads it back to an equal tree."""
     plain = msgspec.to_builtins(config)
     return yaml.safe_dump(_written(plain), sort_keys=False, allow_unicode=True)
@@ -97,12 +125,12 @@ def flat_values(config: Config) -> dict[str, Any]:
     return {path: _lookup(nested, path) for path in schema_keys(Config)}
 
 
-def _default(path: str) -> Any:
-    key = schema_keys(Config).get(path)
+def _default(path: str, root: type[Struct]) -> Any:
+    key = schema_keys(root).get(path)
     return None if key is None else _written(msgspec.to_builtins(key.default))
 
 
-def _read_file(path: Path) -> _Source:
+def _read_file(path: Path, root: type[Struct]) -> _Source:
     try:
         raw = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except FileNotFoundError:
@@ -121,10 +149,10 @@ def _read_file(path: Path) -> _Source:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold a mapping of keys, got a {type(raw).__name__}; write `key: value` lines")
     directory = str(path.resolve().parent)
-    return _Source(str(path), _flatten(_with_config_dir(raw, directory), str(path)))
+    return _Source(str(path), _flatten(_with_config_dir(raw, directory), str(path), root))
 
 
-def _read_override(text: str) -> _Source:
+def _read_override(text: str, root: type[Struct]) -> _Source:
     name = f"override {text!r}"
     key, separator, value = text.partition("=")
     key = key.strip()
@@ -139,7 +167,7 @@ def _read_override(text: str) -> _Source:
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{name} must have a YAML value: {_one_line(error)}; quote the value") from None
     assert isinstance(parsed, dict)
-    return _Source(name, _flatten({key: parsed["value"]}, name))
+    return _Source(name, _flatten({key: parsed["value"]}, name, root))
 
 
 def _one_line(error: BaseException) -> str:
@@ -154,10 +182,10 @@ def _with_config_dir(value: Any, directory: str) -> Any:
     return _CONFIG_DIR.sub(lambda _: directory, value) if isinstance(value, str) else value
 
 
-def _flatten(raw: Mapping[Any, Any], source: str) -> dict[str, Any]:
+def _flatten(raw: Mapping[Any, Any], source: str, root: type[Struct]) -> dict[str, Any]:
     """Nested and dotted keys as dotted paths; the same path with two values is an error."""
     flat: dict[str, Any] = {}
-    for path, value in _leaves(raw, "", source):
+    for path, value in _leaves(raw, "", source, schema_keys(root)):
         if path in flat and flat[path] != value:
             raise ConfigError(
                 f"{source}: {path} must be given once, got {flat[path]!r} and {value!r}; remove one of them"
@@ -166,8 +194,7 @@ def _flatten(raw: Mapping[Any, Any], source: str) -> dict[str, Any]:
     return flat
 
 
-def _leaves(raw: Mapping[Any, Any], prefix: str, source: str) -> Iterator[tuple[str, Any]]:
-    keys = schema_keys(Config)
+def _leaves(raw: Mapping[Any, Any], prefix: str, source: str, keys: Mapping[str, Key]) -> Iterator[tuple[str, Any]]:
     for key, value in raw.items():
         if not isinstance(key, str) or not key:
             raise ConfigError(
@@ -176,7 +203,7 @@ def _leaves(raw: Mapping[Any, Any], prefix: str, source: str) -> Iterator[tuple[
         path = f"{prefix}{key}"
         free = path in keys and is_free_form(keys[path].type)
         if isinstance(value, dict) and value and not free:
-            yield from _leaves(value, f"{path}.", source)
+            yield from _leaves(value, f"{path}.", source, keys)
         else:
             owner = next(
                 (known for known in keys if path.startswith(f"{known}.") and is_free_form(keys[known].type)), None
@@ -184,8 +211,8 @@ def _leaves(raw: Mapping[Any, Any], prefix: str, source: str) -> Iterator[tuple[
             yield (path, value) if owner is None else (owner, {path[len(owner) + 1 :]: value})
 
 
-def _key_problems(source: _Source) -> list[str]:
-    keys, sections = schema_keys(Config), schema_sections(Config)
+def _key_problems(source: _Source, root: type[Struct]) -> list[str]:
+    keys, sections = schema_keys(root), schema_sections(root)
     problems = []
     for path, value in source.values.items():
         refused = REFUSED_VALUES.get((path, value)) if isinstance(value, str | bool) else None
@@ -197,7 +224,7 @@ def _key_problems(source: _Source) -> list[str]:
                 f"write {path}.KEY=VALUE, or remove it"
             )
         elif path not in keys and path not in sections:
-            problems.append(f"{source.name}: {unknown_key_message(path)}")
+            problems.append(f"{source.name}: {unknown_key_message(path, root)}")
     return problems
 
 
@@ -206,10 +233,10 @@ def _merged_value(before: Any, value: Any) -> Any:
     return {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
 
 
-def _resolve(flat: Mapping[str, Any]) -> dict[str, Any]:
+def _resolve(flat: Mapping[str, Any], root: type[Struct]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for path, value in flat.items():
-        if path in schema_sections(Config):
+        if path in schema_sections(root):
             continue
         *parents, name = path.split(".")
         node = nested
@@ -226,23 +253,23 @@ def _resolve(flat: Mapping[str, Any]) -> dict[str, Any]:
     return {str(key): value for key, value in resolved.items()}
 
 
-def _convert(nested: dict[str, Any], origins: Mapping[str, str]) -> Config:
-    for path in schema_keys(Config):
+def _convert(nested: dict[str, Any], origins: Mapping[str, str], root: type[Tree]) -> Tree:
+    for path in schema_keys(root):
         value = _lookup(nested, path)
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(
                 f"{origins.get(path, 'the configuration')}: {path} must be finite, got {value}; write a number"
             )
     try:
-        return msgspec.convert(nested, Config)
+        return msgspec.convert(nested, root)
     except msgspec.ValidationError as error:
-        raise ConfigError(_validation_message(str(error), nested, origins)) from None
+        raise ConfigError(_validation_message(str(error), nested, origins, root)) from None
 
 
-def _validation_message(text: str, nested: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+def _validation_message(text: str, nested: Mapping[str, Any], origins: Mapping[str, str], root: type[Struct]) -> str:
     found = _ERROR_PATH.search(text)
     path = re.sub(r"\[.*", "", found.group(1)) if found else ""
-    key = schema_keys(Config).get(path)
+    key = schema_keys(root).get(path)
     if key is None:
         # A node's own check: its sentence begins with the name of the field and needs only the path before it.
         sentence = _ERROR_PATH.sub("", text)

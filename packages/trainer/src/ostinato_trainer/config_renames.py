@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["REFUSED_VALUES", "RENAMED_NAMES", "RENAMED_PATHS", "UNREAD_NAMES", "UNREAD_SECTIONS"]
+__all__ = ["REFUSED_VALUES", "RENAMED_NAMES", "RENAMED_PATHS", "SFT_PLACES", "UNREAD_NAMES", "UNREAD_SECTIONS"]
 
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
 _MULTI_TURN: Final = f"{_ROLLOUT}.multi_turn"
@@ -205,6 +205,20 @@ RENAMED_NAMES: Final[dict[str, str]] = {
 
 _AHEAD: Final = "how far ahead of training is sampled is trainer.max_staleness, counted in policy versions"
 _EVERY_STEP: Final = "weights go to the engine after every step"
+SFT_PLACES: Final[dict[str, str]] = {
+    "actor_rollout_ref.model": "model",
+    f"{_ACTOR}.optim": "optim",
+    f"{_ACTOR}.grad_clip": "optim.grad_clip",
+    f"{_ACTOR}.dtype": "model.dtype",
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": "data.max_token_len_per_gpu",
+    f"{_ACTOR}.ppo_micro_batch_size_per_gpu": "data.max_token_len_per_gpu",
+    "data.micro_batch_size_per_gpu": "data.max_token_len_per_gpu",
+    "data.multiturn.messages_key": "data.messages_key",
+    "data.multiturn.tools_key": "data.tools_key",
+    "optim.clip_grad": "optim.grad_clip",
+}
+"""A key or section of a run -> its place in the tree of `ostinato sft`."""
+
 _LOG_PROB: Final = f"log-probabilities are computed {_ACTOR}.ppo_max_token_len_per_gpu tokens at a time"
 _ONE_DEVICE: Final = "this version trains on one device"
 _PLAIN_LORA: Final = "adapters are plain LoRA; see actor_rollout_ref.model.lora_rank"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+
+from msgspec import Struct
 
 from ostinato_trainer.config import Config
-from ostinato_trainer.config_renames import RENAMED_NAMES, RENAMED_PATHS, UNREAD_NAMES, UNREAD_SECTIONS
+from ostinato_trainer.config_renames import RENAMED_NAMES, RENAMED_PATHS, SFT_PLACES, UNREAD_NAMES, UNREAD_SECTIONS
 from ostinato_trainer.config_schema import schema_keys, schema_sections
 
 __all__ = ["unknown_key_message"]
@@ -17,21 +19,15 @@ _MAX_PLACES = 2
 """A name that occurs in more places than this, such as `path`, says nothing about which one was meant."""
 
 
-def unknown_key_message(path: str) -> str:
-    """What to write instead of `path`, which is no key: a rename, a reason, or the nearest spelling."""
-    keys, sections = schema_keys(Config), schema_sections(Config)
+def unknown_key_message(path: str, root: type[Struct] = Config) -> str:
+    """What to write instead of `path`, which is no key of `root`: a rename, a reason, or the nearest spelling."""
+    keys, sections = schema_keys(root), schema_sections(root)
     parts = path.split(".")
     name = parts[-1]
     if (parent := _longest_prefix(path, keys)) is not None:
         return f"{parent} must be a single value, got the key {path} below it; write {parent}=VALUE"
-    if (renamed := _longest_prefix(path, RENAMED_PATHS)) is not None:
-        return f"{path} is not a key; write {_with_rest(path, renamed)}"
-    if (section := _longest_prefix(path, UNREAD_SECTIONS)) is not None:
-        return f"{path} is not a key: {UNREAD_SECTIONS[section]}; remove it"
-    if name in RENAMED_NAMES:
-        return f"{path} is not a key; write {_beside(path, RENAMED_NAMES[name])}"
-    if name in UNREAD_NAMES:
-        return f"{path} is not read by this version: {UNREAD_NAMES[name]}; remove it"
+    if (known := _known_elsewhere(path) if root is Config else _known_in_a_run(path, keys)) is not None:
+        return known
     known_parent = next(
         (".".join(parts[:cut]) for cut in range(len(parts) - 1, 0, -1) if ".".join(parts[:cut]) in sections), ""
     )
@@ -57,7 +53,31 @@ def unknown_key_message(path: str) -> str:
     by_name = {last: candidate for last, candidate in zip(names, keys, strict=True) if names.count(last) == 1}
     if near := difflib.get_close_matches(name, by_name, n=1, cutoff=0.75):
         return f"{path} is not a key; did you mean {by_name[near[0]]}?"
-    return f"{path} is not a key; `ostinato config` lists all keys"
+    return f"{path} is not a key; `ostinato config{'' if root is Config else ' --sft'}` lists all keys"
+
+
+def _known_elsewhere(path: str) -> str | None:
+    """What another system's key is called in a run's tree, or why nothing reads it; None where it is not known."""
+    name = path.rpartition(".")[2]
+    if (renamed := _longest_prefix(path, RENAMED_PATHS)) is not None:
+        return f"{path} is not a key; write {_with_rest(path, renamed)}"
+    if (section := _longest_prefix(path, UNREAD_SECTIONS)) is not None:
+        return f"{path} is not a key: {UNREAD_SECTIONS[section]}; remove it"
+    if name in RENAMED_NAMES:
+        return f"{path} is not a key; write {_beside(path, RENAMED_NAMES[name])}"
+    if name in UNREAD_NAMES:
+        return f"{path} is not read by this version: {UNREAD_NAMES[name]}; remove it"
+    return None
+
+
+def _known_in_a_run(path: str, keys: Collection[str]) -> str | None:
+    """What a key that `ostinato train` or another system knows is called in the smaller tree of `ostinato sft`."""
+    for meant in (path, RENAMED_NAMES.get(path.rpartition(".")[2], "")):
+        if (section := _longest_prefix(meant, SFT_PLACES)) is not None:
+            meant = SFT_PLACES[section] + meant[len(section) :]
+        if meant in keys:
+            return f"{path} is not a key; write {meant}"
+    return None
 
 
 def _words(name: str) -> set[str]:
