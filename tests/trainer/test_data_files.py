@@ -88,6 +88,8 @@ def test_json_lines_in_a_json_file_are_read(tmp_path: Path) -> None:
         ("x.json", b"[1, 2", "must be a JSON array"),
         ("x.jsonl", b"\n\n", "at least one row"),
         ("x.json", b"[]", "at least one row"),
+        ("x.json", b'{\n "train": [{"a": 1}]\n}', "got an object over several lines"),
+        ("x.jsonl", b'{\n "a": 1\n}', "got an object over several lines"),
         ("x.csv", b"a,b\n", "must end with .parquet, .json, .jsonl"),
     ],
 )
@@ -105,8 +107,10 @@ def test_missing_files_and_folders_are_errors(tmp_path: Path) -> None:
     """A path that is not there, and one that is a folder, are errors with the path."""
     with pytest.raises(DatasetError, match="must exist"):
         open_data_file(str(tmp_path / "no.parquet"))
-    with pytest.raises(DatasetError, match="folder"):
+    with pytest.raises(DatasetError, match=r"got the folder .*/\*\.parquet"):
         open_data_file(str(tmp_path))
+    with pytest.raises(DatasetError, match="must be readable: File name too long"):
+        open_data_file("x" * 1000 + ".jsonl")
 
 
 def test_a_broken_line_is_named_by_its_number(tmp_path: Path) -> None:

@@ -44,3 +44,9 @@ def test_a_file_named_twice_is_said(tmp_path: Path, caplog: pytest.LogCaptureFix
         found = data_file_names([f"{tmp_path}/a.jsonl", f"{tmp_path}/*.jsonl"])
     assert found == [f"{tmp_path}/a.jsonl"] * 2
     assert "named more than once" in caplog.text
+
+
+def test_an_empty_name_is_an_error() -> None:
+    """An empty name, which would be the present folder, is refused."""
+    with pytest.raises(DatasetError, match="must have a name"):
+        data_file_names(["a.jsonl", ""])

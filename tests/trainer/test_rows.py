@@ -16,6 +16,7 @@ CONFIG = DataConfig()
     ("row", "field"),
     [
         ({}, "prompt must be there"),
+        ({"prompt": PROMPT, "sampling_params": 1}, "sampling_params must not be a column"),
         ({"prompt": "q"}, "prompt must be a list of messages, got str"),
         ({"prompt": []}, "prompt must hold at least one message"),
         ({"prompt": ["q"]}, r"prompt[0] must be a message"),

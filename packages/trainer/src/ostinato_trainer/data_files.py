@@ -13,6 +13,8 @@ import hashlib
 import os
 from array import array
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -62,6 +64,18 @@ def open_data_file(name: str) -> DataFile:
         DatasetError: no such file, a form that is not read, content that is not of that form, or no rows.
     """
     path = fetch_hub_file(name) if name.startswith(HUB_SCHEME) else Path(name).expanduser()
+    try:
+        _check_kind(name, path)
+        file = _opened(name, path)
+    except OSError as error:
+        raise DatasetError(f"{name} must be readable: {error.strerror or error}; check its permissions") from error
+    if not len(file):
+        raise DatasetError(f"{name} must hold at least one row, got none; check how it was written")
+    return file
+
+
+def _check_kind(name: str, path: Path) -> None:
+    """Refuse what is there by its name: nothing, a folder, or another form of file."""
     if path.is_dir():
         raise DatasetError(f"a data file must be a file, got the folder {name}; write {name.rstrip('/')}/*.parquet")
     if not path.exists():
@@ -69,13 +83,6 @@ def open_data_file(name: str) -> DataFile:
     if path.suffix not in _SUFFIXES:
         cure = "unpack it" if path.suffix in _COMPRESSED else "convert or rename it"
         raise DatasetError(f"a data file must end with {', '.join(_SUFFIXES)}, got {name}; {cure}")
-    try:
-        file = _opened(name, path)
-    except OSError as error:
-        raise DatasetError(f"{name} must be readable: {error.strerror or error}; check its permissions") from error
-    if not len(file):
-        raise DatasetError(f"{name} must hold at least one row, got none; check how it was written")
-    return file
 
 
 def _opened(name: str, path: Path) -> DataFile:
@@ -85,7 +92,14 @@ def _opened(name: str, path: Path) -> DataFile:
         start = stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
     if start.startswith(_OTHER_UNICODE):
         raise DatasetError(f"{name} must be UTF-8, got UTF-16; convert it, for example: iconv -f UTF-16 -t UTF-8")
-    return _JsonArray(name, path) if path.suffix == ".json" and start.startswith(b"[") else _JsonLines(name, path)
+    if path.suffix == ".json" and start.startswith(b"["):
+        return _JsonArray(name, path)
+    if start.partition(b"\n")[0].strip() == b"{":
+        raise DatasetError(
+            f"{name} must be an array of objects, or one object a line, got an object over several lines; write its rows "
+            "one a line"
+        )
+    return _JsonLines(name, path)
 
 
 def without_filled_keys(value: Any) -> Any:
@@ -201,27 +215,34 @@ class _JsonLines:
         return len(self._offsets)
 
     def row(self, index: int) -> dict[str, Any]:
-        return decoded_json_row(self._text(index), self.place(index))
+        with self._opened() as stream:
+            return decoded_json_row(self._text(stream, index), self.place(index))
 
     def rows(self) -> Iterator[dict[str, Any] | DatasetError]:
-        for index in range(len(self)):
-            yield _checked_json_row(self._text(index), self.place(index))
+        with self._opened() as stream:
+            for index in range(len(self)):
+                yield _checked_json_row(self._text(stream, index), self.place(index))
 
     def place(self, index: int) -> str:
         return f"{self.name}, line {self._numbers[index]}"
 
-    def _text(self, index: int) -> bytes:
+    @contextmanager
+    def _opened(self) -> Iterator[FileIO]:
+        """The file, which must be as it was."""
         try:
             with self._path.open("rb", buffering=0) as stream:
                 if _version(stream.fileno()) != self._version:
                     raise DatasetError(
                         f"{self.name} must not change while a run reads it, got another content; start the run anew"
                     )
-                return os.pread(stream.fileno(), self._sizes[index], self._offsets[index])
+                yield stream
         except OSError as error:
             raise DatasetError(
                 f"{self.name} must stay readable while a run reads it, got {error}; put it back"
             ) from error
+
+    def _text(self, stream: FileIO, index: int) -> bytes:
+        return os.pread(stream.fileno(), self._sizes[index], self._offsets[index])
 
 
 def _checked_json_row(text: bytes | msgspec.Raw, place: str) -> dict[str, Any] | DatasetError:

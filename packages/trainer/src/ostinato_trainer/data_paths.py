@@ -22,8 +22,10 @@ def data_file_names(names: Sequence[str]) -> list[str]:
     """The files in the order of `names`; those of a pattern sorted by name.
 
     Raises:
-        DatasetError: A pattern matches no file, or the hub does not list its repository.
+        DatasetError: A name is empty, a pattern matches no file, or the hub does not list its repository.
     """
+    if not all(names):
+        raise DatasetError(f"a data file must have a name, got an empty one in {list(names)}; remove it")
     found = [file for name in names for file in (_matches(name) if _is_pattern(name) else [name])]
     repeated = sorted({name for name in found if found.count(name) > 1})
     if repeated:

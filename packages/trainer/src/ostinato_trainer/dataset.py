@@ -151,6 +151,8 @@ class RLHFDataset:
         """Keep the rows that are right and not too long; the others are raised, or left out and counted."""
         console = Console(stderr=True)
         total = self._num_used(sample)
+        if total >= _WORTH_CACHING:
+            logger.info("reading %d rows and counting the tokens of their prompts", total)
         chosen = None if sample is None or total == self._ends[-1] else sample.chosen(self._ends[-1])
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task("counting prompt tokens", total=total)

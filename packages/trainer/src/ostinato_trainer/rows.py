@@ -16,6 +16,8 @@ __all__ = ["check_row", "row_item"]
 
 _MEDIA_COLUMNS = ("images", "videos")
 _NAMES = ("agent_name", "data_source")
+_RESERVED = ("self", "sampling_params")
+"""What `AgentLoopBase.run` is given beside the row's fields."""
 
 
 def row_item(row: dict[str, Any], config: DataConfig, position: int) -> dict[str, Any]:
@@ -55,7 +57,8 @@ def row_item(row: dict[str, Any], config: DataConfig, position: int) -> dict[str
 def check_row(row: Mapping[str, Any], config: DataConfig) -> str | None:
     """The first problem of a row as `<field> must ..., got ...; cure`, or None."""
     return (
-        _check_prompt(row, config.prompt_key)
+        _check_columns(row)
+        or _check_prompt(row, config.prompt_key)
         or _check_media(row, config)
         or _check_mappings(row)
         or _check_extra_info(as_mapping(row.get("extra_info")) or {})
@@ -63,6 +66,15 @@ def check_row(row: Mapping[str, Any], config: DataConfig) -> str | None:
         or _check_tools(row)
         or next(filter(None, (_check_text(row, field) for field in _NAMES)), None)
     )
+
+
+def _check_columns(row: Mapping[str, Any]) -> str | None:
+    for name in _RESERVED:
+        if name in row:
+            return (
+                f"{name} must not be a column: agents are given something else by that name, got it; rename the column"
+            )
+    return None
 
 
 def _check_prompt(row: Mapping[str, Any], key: str) -> str | None:
