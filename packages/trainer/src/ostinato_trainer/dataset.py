@@ -12,6 +12,7 @@ import logging
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -141,7 +142,7 @@ class RLHFDataset:
         """Tokens of each prompt, before any cut, tools and generation prompt included."""
         return self._lengths
 
-    @property
+    @cached_property
     def fingerprint(self) -> DataFingerprint:
         """What the rows are, whatever their files are called."""
         files = [(file.name, file.digest) for file in self._files]
