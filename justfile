@@ -36,3 +36,7 @@ bench *NAMES:
 # Environments of their own for the peers that benchmarks compare with
 peers:
     uv run python -m benchmarks.peers
+
+# What learns and what must not: every recipe of the quickstart and the controls, from three seeds (half an hour on two cores)
+learn *ARGS:
+    uv run python -m benchmarks.learning --write docs/results/learning.md {{ARGS}}

@@ -81,7 +81,7 @@ def run_quickstart(
         f"A Qwen3-shaped model of {num_parameters:,} parameters, its tokenizer and {NUM_TRAIN_ROWS:,} problems are in {output}"
     )
     with host_threads(1):
-        _warm_start(output, seed=seed, settings=warm_start, console=console)
+        make_warm_start(output, seed=seed, settings=warm_start, console=console)
         _train(output, overrides=overrides, console=console)
     print_report(output, console)
 
@@ -168,7 +168,7 @@ def _config(output: Path, seed: int) -> dict:
     }
 
 
-def _warm_start(output: Path, *, seed: int, settings: SftSettings, console: Console) -> None:
+def make_warm_start(output: Path, *, seed: int, settings: SftSettings, console: Console) -> None:
     """Supervised fine-tuning on dialogues of which most are faulty; the result is `output/warm_start`."""
     console.print(
         f"Warm start: dialogues of which {FAULTY_SHARE:.0%} carry a fault that reinforcement learning is to remove"
