@@ -148,20 +148,22 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="a Markdown file for the table")
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="ostinato-learning-") as scratch:
-        # One process for each run: controls change what they train with.
-        with ProcessPoolExecutor(arguments.jobs, mp_context=context, max_tasks_per_child=1) as pool:
-            seeds = range(arguments.seeds)
-            homes = [pool.submit(make_home, f"{scratch}/home-{seed}", seed) for seed in seeds]
-            folders = [home.result() for home in homes]
-            runs = {
-                name: [pool.submit(train, folders[seed], name, f"{scratch}/{name}-{seed}") for seed in seeds]
-                for name in arguments.only
-            }
-            curves: dict[str, list[list[float]]] = {}
-            for name, of_name in runs.items():
-                curves[name] = [run.result() for run in of_name]
-                print(f"{name}: {', '.join(f'{gain(rewards):+.3f}' for rewards in curves[name])}", flush=True)
+    # One process for each run: controls change what they train with.
+    with (
+        tempfile.TemporaryDirectory(prefix="ostinato-learning-") as scratch,
+        ProcessPoolExecutor(arguments.jobs, mp_context=context, max_tasks_per_child=1) as pool,
+    ):
+        seeds = range(arguments.seeds)
+        homes = [pool.submit(make_home, f"{scratch}/home-{seed}", seed) for seed in seeds]
+        folders = [home.result() for home in homes]
+        runs = {
+            name: [pool.submit(train, folders[seed], name, f"{scratch}/{name}-{seed}") for seed in seeds]
+            for name in arguments.only
+        }
+        curves: dict[str, list[list[float]]] = {}
+        for name, of_name in runs.items():
+            curves[name] = [run.result() for run in of_name]
+            print(f"{name}: {', '.join(f'{gain(rewards):+.3f}' for rewards in curves[name])}", flush=True)
     text = table(curves)
     print(f"\n{text}")
     if arguments.write is not None:
