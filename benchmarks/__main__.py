@@ -14,6 +14,8 @@ NOT_BENCHMARKS = {
     "matrix_templates",
     "tokenization_peer",
     "tool_turns",
+    "trainer_gpu",
+    "trainer_peer",
     "transport_peer",
     "virtual_time",
 }
