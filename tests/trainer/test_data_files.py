@@ -1,5 +1,7 @@
 """Files as rows: what comes back is what was written."""
 
+import datetime
+import decimal
 import json
 import tracemalloc
 from pathlib import Path
@@ -251,6 +253,15 @@ def test_a_row_that_python_cannot_hold_is_the_only_bad_one(tmp_path: Path) -> No
     found = list(open_data_file(str(tmp_path / "rows.parquet")).rows())
     assert [type(row) for row in found] == [dict, DatasetError, dict]
     assert "rows.parquet, row 2 must be readable" in str(found[1])
+
+
+def test_dates_and_decimals_are_python_s(tmp_path: Path) -> None:
+    """Columns of dates, times and decimals come as Python has them, a missing one is absent, and categories are text."""
+    day, price = datetime.date(2024, 2, 29), decimal.Decimal("1.50")
+    columns = {"day": [day, None], "price": [price, None], "level": pa.array(["hard", "hard"]).dictionary_encode()}
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    rows = list(open_data_file(str(tmp_path / "rows.parquet")).rows())
+    assert rows == [{"day": day, "price": price, "level": "hard"}, {"level": "hard"}]
 
 
 def test_a_digest_is_that_of_the_content(tmp_path: Path) -> None:

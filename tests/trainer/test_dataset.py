@@ -14,6 +14,7 @@ from ostinato_tokenization.testing import tiny_chat_tokenizer
 from ostinato_trainer.config_data import CustomClassConfig, DataConfig
 from ostinato_trainer.dataset import RLHFDataset, RowSample, create_dataset
 from ostinato_trainer.errors import DatasetError
+from ostinato_trainer.prompt_loader import PromptLoader
 
 TOKENIZER = tiny_chat_tokenizer()
 TOOL = {"type": "function", "function": {"name": "f", "description": "d" * 40, "parameters": {"type": "object"}}}
@@ -268,6 +269,48 @@ def test_a_sample_looks_at_no_other_rows(tmp_path: Path) -> None:
     assert drawn != texts(RowSample(5, seed=5))
     with pytest.raises(DatasetError, match="line 51"):
         texts(RowSample(100, seed=4))
+
+
+def test_a_class_that_takes_no_sample_is_refused_only_where_there_is_one(tmp_path: Path) -> None:
+    """A class that is made with the four arguments works, until rows are to be drawn: then the message says what it lacks."""
+    (tmp_path / "own.py").write_text(
+        "class Own(list):\n    def __init__(self, data_files, *, config, tokenizer, tool_schemas):\n"
+        "        super().__init__([{'raw_prompt': []}])\n"
+    )
+    config = DataConfig(custom_cls=CustomClassConfig(path=str(tmp_path / "own.py"), name="Own"))
+    assert len(create_dataset("any", config=config, tokenizer=TOKENIZER)) == 1
+    with pytest.raises(
+        DatasetError, match=r"tool_schemas, sample\), got an unexpected keyword argument|got .*'sample'"
+    ):
+        create_dataset("any", config=config, tokenizer=TOKENIZER, sample=RowSample(1, None))
+
+
+def test_a_loader_goes_on_with_the_rows_of_its_files(tmp_path: Path) -> None:
+    """A place saved in an epoch's middle is taken up by a new dataset of the same files, and refused once a file changed."""
+    path = jsonl(tmp_path, [row(str(number)) for number in range(20)])
+    first = PromptLoader(make(path), batch_size=3, shuffle=True, seed=1)
+    for _ in range(8):
+        first.next_batch()
+    state = json.loads(json.dumps(first.state_dict()))
+    second = PromptLoader(make(path), batch_size=3, shuffle=True, seed=1)
+    second.load_state_dict(state)
+    assert [second.next_batch() for _ in range(5)] == [first.next_batch() for _ in range(5)]
+    jsonl(tmp_path, [row(str(number)) for number in range(1, 21)])
+    third = PromptLoader(make(path), batch_size=3, shuffle=True, seed=1)
+    with pytest.raises(DatasetError, match=r"got another content of .*rows\.jsonl .*; put the file back"):
+        third.load_state_dict(state)
+
+
+def test_a_terminal_sees_how_far_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a terminal a bar says what is done; elsewhere nothing is written."""
+    file = jsonl(tmp_path, [row("a")])
+    make(file)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    make(file)
+    assert "counting prompt tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -27,7 +28,7 @@ def data_file_names(names: Sequence[str]) -> list[str]:
     if not all(names):
         raise DatasetError(f"a data file must have a name, got an empty one in {list(names)}; remove it")
     found = [file for name in names for file in (_matches(name) if _is_pattern(name) else [name])]
-    repeated = sorted({name for name in found if found.count(name) > 1})
+    repeated = sorted(name for name, number in Counter(found).items() if number > 1)
     if repeated:
         logger.warning("named more than once, so their rows are there more than once: %s", ", ".join(repeated))
     return found
