@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from ostinato_agent_loop import (
-    AgentConfig,
     AgentConfigError,
     AgentLoopBase,
     AgentLoopManager,
@@ -20,7 +19,6 @@ from ostinato_agent_loop import (
     RolloutConfig,
     TrajectoryEnd,
     UnknownAgentError,
-    load_manager_class,
     make_parser,
     make_tool_executor,
     register,
@@ -434,15 +432,8 @@ def test_enable_without_tools_is_said(world, caplog):
     assert "there are no tools" in caplog.text
 
 
-def test_the_manager_is_replaceable_by_class_path(world):
-    """agent_loop_manager_class names a subclass; anything else is refused."""
-    assert load_manager_class(AgentConfig()) is AgentLoopManager
-    assert (
-        load_manager_class(AgentConfig(agent_loop_manager_class="ostinato_agent_loop.AgentLoopManager"))
-        is AgentLoopManager
-    )
-    with pytest.raises(AgentConfigError, match=r"agent\.agent_loop_manager_class.*subclass of AgentLoopManager"):
-        load_manager_class(AgentConfig(agent_loop_manager_class="collections.OrderedDict"))
+def test_a_manager_whose_engines_are_colocated_needs_a_pool(world):
+    """Without a pool nothing could wake them."""
     with pytest.raises(AgentConfigError, match="pool must be given"):
         AgentLoopManager(RolloutConfig(), tokens=None, budget=SessionBudget(1, 1), client=world.client, colocated=True)
 

@@ -23,7 +23,8 @@ from ostinato_agent_loop.errors import (
     RewardResultError,
     UnknownAgentError,
 )
-from ostinato_agent_loop.manager import AgentLoopManager, load_manager_class, make_parser, make_tool_executor
+from ostinato_agent_loop.manager import AgentLoopManager, make_parser, make_tool_executor
+from ostinato_agent_loop.manager_class import RolloutManager, RolloutManagerClass, check_rollout, load_manager_class
 from ostinato_agent_loop.output import AgentLoopMetrics, AgentLoopOutput, TrajectoryEnd, outputs_from_session
 from ostinato_agent_loop.registry import agent_loop_class, load_agent_loops, register
 from ostinato_agent_loop.reward import RewardFn, RewardResult
@@ -56,6 +57,8 @@ __all__ = [
     "RewardResultError",
     "RolloutBatch",
     "RolloutConfig",
+    "RolloutManager",
+    "RolloutManagerClass",
     "SingleTurnAgentLoop",
     "ToolAgentLoop",
     "Trajectory",
@@ -68,6 +71,7 @@ __all__ = [
     "ValidationSamplingConfig",
     "agent_loop_class",
     "batch_metrics",
+    "check_rollout",
     "load_agent_loops",
     "load_manager_class",
     "make_parser",

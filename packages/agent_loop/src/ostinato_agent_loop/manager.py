@@ -12,9 +12,9 @@ from typing import Any
 from ostinato_agent_loop import single_turn, tool_agent  # noqa: F401  (they register the built-in agents)
 from ostinato_agent_loop.base import AgentLoopContext
 from ostinato_agent_loop.batch_metrics import batch_metrics
-from ostinato_agent_loop.config import AgentConfig, MultiTurnConfig, RolloutConfig
+from ostinato_agent_loop.config import MultiTurnConfig, RolloutConfig
 from ostinato_agent_loop.errors import AgentConfigError
-from ostinato_agent_loop.registry import agent_loop_class, import_class, load_agent_loops
+from ostinato_agent_loop.registry import agent_loop_class, load_agent_loops
 from ostinato_agent_loop.reward import RewardFn
 from ostinato_agent_loop.tasks import TaskMaker
 from ostinato_agent_loop.team import WorkerTeam
@@ -274,17 +274,6 @@ class AgentLoopManager:
 
     def _tracer_metrics(self) -> dict[str, float]:
         return {} if self._tracer is None else self._tracer.metrics()
-
-
-def load_manager_class(config: AgentConfig) -> type[AgentLoopManager]:
-    """Return the manager class that the configuration names, or AgentLoopManager.
-
-    Raises:
-        AgentConfigError: The class cannot be imported or is no AgentLoopManager.
-    """
-    if config.agent_loop_manager_class is None:
-        return AgentLoopManager
-    return import_class(config.agent_loop_manager_class, AgentLoopManager, "agent.agent_loop_manager_class")
 
 
 def make_client(config: RolloutConfig, pool: ServerPool, *, seed: int) -> LLMServerClient:

@@ -108,7 +108,8 @@ def import_class(target: str, base: type, where: str) -> type:
             f"{where}: {target!r} must be importable, got {type(error).__name__}: {error}; check the path and PYTHONPATH"
         ) from error
     if not isinstance(value, type) or not issubclass(value, base):
-        raise AgentConfigError(f"{where}: {target!r} must be a subclass of {base.__name__}, got {value!r}; derive it")
+        kind, cure = ("class", "name one") if base is object else (f"subclass of {base.__name__}", "derive it")
+        raise AgentConfigError(f"{where}: {target!r} must be a {kind}, got {value!r}; {cure}")
     return value
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from ostinato_agent_loop import AgentLoopManager, agent_loop_class, load_manager_class, make_tool_executor
+from ostinato_agent_loop import RolloutManager, agent_loop_class, load_manager_class, make_tool_executor
 from ostinato_engines.device import seed_all
 from ostinato_engines.versions import installed_versions
 from ostinato_rollout import ServerPool, SessionBudget, dumps_on_signal
@@ -39,7 +39,7 @@ from ostinato_trainer.lora import lora_options
 from ostinato_trainer.model_files import check_model_folder, check_same_tokenizer, load_tokenizer
 from ostinato_trainer.ppo_trainer import PPOTrainer
 from ostinato_trainer.prompt_loader import PromptLoader
-from ostinato_trainer.resume import ResumePoint, check_same_run, cut_metrics, resume_point
+from ostinato_trainer.resume import ResumePoint, check_same_run, resume_point, take_up
 from ostinato_trainer.rewards import RewardManager
 from ostinato_trainer.rollout_engine import build_pool
 from ostinato_trainer.run_state import Stateful
@@ -113,7 +113,7 @@ async def _run(
         stateful["kl_controller"] = kl_controller
     if point is not None:
         restore_run(point, config, backend, critic, stateful)
-        cut_metrics(folder.root, point)
+        take_up(folder, point)
     async with AsyncExitStack() as stack:
         stack.enter_context(dumps_on_signal())
         loggers = Loggers.from_config(
@@ -156,7 +156,7 @@ async def _run(
 
 def build_manager(
     config: Config, tokenizer: ChatTokenizer, pool: ServerPool, tools: ToolExecutor, rewards: RewardManager
-) -> AgentLoopManager:
+) -> RolloutManager:
     """`AgentLoopManager`, or the class that `agent.agent_loop_manager_class` names."""
     rollout = config.actor_rollout_ref.rollout
     trace = completed(

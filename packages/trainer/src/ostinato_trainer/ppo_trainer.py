@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
+from ostinato_agent_loop import check_rollout
 from ostinato_trainer.advantages import advantage_estimator
 from ostinato_trainer.callbacks import Callbacks
 from ostinato_trainer.config import Config
@@ -116,6 +117,7 @@ class PPOTrainer:
                 step=self.step,
                 validate=True,
             )
+        check_rollout(rollout, num_rows=len(self.parts.val_rows), n=rollout_config.val_kwargs.n)
         self._callbacks.tell("on_sample_end", self.step, rollout.trajectories, True)
         metrics = validation_metrics(rollout.trajectories)
         self._callbacks.tell("on_validate_end", self.step, metrics)

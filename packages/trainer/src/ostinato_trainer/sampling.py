@@ -14,14 +14,21 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from ostinato_agent_loop import AgentLoopManager, RolloutBatch, Trajectory, TrajectoryStream
+from ostinato_agent_loop import (
+    AgentLoopManager,
+    RolloutBatch,
+    RolloutManager,
+    Trajectory,
+    TrajectoryStream,
+    check_rollout,
+)
 from ostinato_rollout import Leftover, OnFailure, StreamOptions, StreamState
 from ostinato_trainer.advantages import needs_baseline
 from ostinato_trainer.config import Config
 from ostinato_trainer.errors import CheckpointError, ConfigError, TrainingInterrupted
 from ostinato_trainer.group_filter import DropCounts, DropLimits, GroupFilter, is_good
 from ostinato_trainer.prompt_rows import PromptRows, PromptStream
-from ostinato_trainer.trainer_parts import Manager, Sampling
+from ostinato_trainer.trainer_parts import Sampling
 
 __all__ = ["BatchSampling", "GroupSampling", "sampling_of"]
 
@@ -29,7 +36,7 @@ _STREAM_OF_THE_RUN = 1
 """A stream that lasts for the run is named, and seeded, by this step; also where the run is taken up again."""
 
 
-def sampling_of(config: Config, manager: Manager, loader: PromptStream, *, total_steps: int) -> Sampling:
+def sampling_of(config: Config, manager: RolloutManager, loader: PromptStream, *, total_steps: int) -> Sampling:
     """What `config` asks for, as far as the manager can do it.
 
     Raises:
@@ -45,7 +52,7 @@ def sampling_of(config: Config, manager: Manager, loader: PromptStream, *, total
 class BatchSampling:
     """One call of `generate_sequences` for each step; groups with too few good trajectories are left out, and nothing takes their place."""
 
-    def __init__(self, config: Config, manager: Manager, rows: PromptRows) -> None:
+    def __init__(self, config: Config, manager: RolloutManager, rows: PromptRows) -> None:
         self._config, self._manager, self._rows = config, manager, rows
 
     @property
@@ -58,12 +65,14 @@ class BatchSampling:
 
         Raises:
             TrainingInterrupted: No group is good.
+            AgentLoopOutputError: The manager returned something else than it was asked for.
         """
         rollout, batch_size = self._config.actor_rollout_ref.rollout, self._config.data.train_batch_size
         rows = [next(self._rows) for _ in range(batch_size)]
         batch = await self._manager.generate_sequences(
             rows, n=rollout.n, sampling_params=rollout.sampling_params(), step=step
         )
+        check_rollout(batch, num_rows=batch_size, n=rollout.n)
         groups: dict[str, list[Trajectory]] = {}
         for trajectory in batch.trajectories:
             groups.setdefault(trajectory.group_id, []).append(trajectory)
@@ -215,7 +224,7 @@ def _last_failure(stream: TrajectoryStream) -> str:
     return "" if failure is None else f"{failure.where}: {failure.message}"
 
 
-def _has_stream(manager: Manager) -> bool:
+def _has_stream(manager: RolloutManager) -> bool:
     """Whether the manager's stream gives what its `generate_sequences` gives: a subclass that defines only the latter anew changes what is
     sampled, and the stream that it has inherited knows nothing of that."""
     for kind in type(manager).__mro__:
@@ -226,7 +235,7 @@ def _has_stream(manager: Manager) -> bool:
     return False
 
 
-def _check_needs_no_stream(config: Config, manager: Manager) -> None:
+def _check_needs_no_stream(config: Config, manager: RolloutManager) -> None:
     needing = {
         f"trainer.max_staleness={config.trainer.max_staleness}": config.trainer.max_staleness,
         f"trainer.max_reruns={config.trainer.max_reruns}": config.trainer.max_reruns,

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ostinato_agent_loop import RolloutBatch
-from ostinato_engines import SamplingParams
+from ostinato_agent_loop import RolloutBatch, RolloutManager
 from ostinato_rollout import ServerPool
 from ostinato_trainer.backend import LossOutput, OptimizerStats, TrainingBackend
 from ostinato_trainer.batch import Batch
@@ -79,16 +78,6 @@ class Critic(Protocol):
         ...
 
 
-class Manager(Protocol):
-    """`AgentLoopManager`, or a class of the user's own in its place."""
-
-    async def generate_sequences(
-        self, rows: Sequence[Mapping], *, n: int, sampling_params: SamplingParams, step: int, validate: bool = False
-    ) -> RolloutBatch:
-        """`n` trajectories for each row, scored."""
-        ...
-
-
 class CheckpointWriter(Protocol):
     """Writes the state of a step, whole or not at all; perhaps while the next steps run."""
 
@@ -107,7 +96,7 @@ class TrainerParts:
 
     sampling: Sampling
     val_rows: Sequence[Mapping]
-    manager: Manager
+    manager: RolloutManager
     pool: ServerPool
     backend: TrainingBackend
     checkpoints: CheckpointWriter
