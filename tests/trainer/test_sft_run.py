@@ -1,26 +1,36 @@
 """`ostinato sft`: from a file of conversations to a model folder that talks as they do."""
 
 import json
+import re
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ostinato_tokenization import ChatTokenizer, encode_training_conversation
-from ostinato_tokenization.testing import TINY_CHAT_TEMPLATE
+from ostinato_engines import SamplingParams
+from ostinato_engines.testing import ScriptedServer
+from ostinato_rollout import ChatSession, LLMServerClient, SessionBudget, SessionConfig
+from ostinato_tokenization import ChatTokenizer, ContinuousTokens, encode_training_conversation
+from ostinato_tokenization.testing import TINY_CHAT_TEMPLATE, tiny_chat_tokenizer
+from ostinato_tools import get_parser
 from ostinato_trainer import sft_run
 from ostinato_trainer.cli import app, run_reporting_errors
-from ostinato_trainer.errors import CheckpointError, DatasetError
+from ostinato_trainer.config_loading import load_tree
+from ostinato_trainer.config_sft import SftConfig
+from ostinato_trainer.errors import CheckpointError, ConfigError, DatasetError
 from ostinato_trainer.quickstart.tiny_model import save_model, save_tokenizer
-from ostinato_trainer.sft import SftSettings, sft_batch
-from ostinato_trainer.sft_run import read_conversations, run_sft
+from ostinato_trainer.sft import sft_batch
+from ostinato_trainer.sft_data import Conversations, read_conversations
+from ostinato_trainer.sft_run import run_sft
 
-SETTINGS = SftSettings(steps=3, batch_size=2, lr=1e-2, device="cpu")
+SHORT = ("trainer.total_training_steps=3", "data.train_batch_size=2", "optim.lr=1e-2", "data.max_length=100")
 
 
 def conversation(answer: str) -> dict:
@@ -41,15 +51,24 @@ def jsonl(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
-def run(model: Path, data: str, output: Path, **changes: object) -> None:
-    options = {
-        "settings": SETTINGS,
-        "max_length": 100,
-        "chat_template": None,
-        "seed": 0,
-        "console": Console(quiet=True),
-    }
-    run_sft(model, data, output, **{**options, **changes})  # pyright: ignore[reportArgumentType]
+def configured(model: Path, data: str, output: Path, *overrides: str) -> SftConfig:
+    places = (f"model.path={model}", f"data.train_files={data}", f"trainer.default_local_dir={output}")
+    return load_tree(SftConfig, [], [*SHORT, *places, "trainer.device=cpu", *overrides])[0]
+
+
+def run(model: Path, data: str, output: Path, *overrides: str, console: Console | None = None) -> list[dict]:
+    """The records of the run's metrics."""
+    run_sft(configured(model, data, output, *overrides), console=console or Console(quiet=True))
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def read(data: str | list[str], tokenizer: ChatTokenizer, *overrides: str, **options: Any) -> Conversations:
+    config = load_tree(SftConfig, [], [*overrides])[0].data
+    return read_conversations([data] if isinstance(data, str) else data, tokenizer, config, **{"seed": 0, **options})
+
+
+def command(*arguments: object) -> int:
+    return run_reporting_errors(lambda: app(["sft", *map(str, arguments)], standalone_mode=False))
 
 
 def test_the_command_writes_a_model_that_learned(model: Path, tmp_path: Path) -> None:
@@ -57,8 +76,7 @@ def test_the_command_writes_a_model_that_learned(model: Path, tmp_path: Path) ->
     row = conversation("yes")
     data, out = jsonl(tmp_path / "data.jsonl", [row, row]), tmp_path / "new" / "out"
     options = {"--model": model, "--data": data, "--output": out, "--steps": 3, "--batch-size": 2, "--lr": 1e-2}
-    arguments = ["sft", *(str(part) for option in options.items() for part in option)]
-    assert run_reporting_errors(lambda: app(arguments, standalone_mode=False)) == 0
+    assert command("trainer.device=cpu", *(part for option in options.items() for part in option)) == 0
     batch = sft_batch([encode_training_conversation(ChatTokenizer.from_pretrained(model), row["messages"])])
     ids, trained = batch.token_ids[None], batch.loss_mask[1:]
     losses = []
@@ -73,9 +91,10 @@ def test_the_command_writes_a_model_that_learned(model: Path, tmp_path: Path) ->
 
 def test_a_log_without_a_terminal_shows_progress(model: Path, tmp_path: Path) -> None:
     """Where no bar can move, about every tenth of the steps is a line with its loss."""
-    log, data = StringIO(), jsonl(tmp_path / "data.jsonl", [conversation("yes")])
-    settings = SftSettings(steps=20, batch_size=1, lr=1e-2, device="cpu")
-    run(model, data, tmp_path / "out", settings=settings, console=Console(file=log, width=200))
+    log, data = StringIO(), jsonl(tmp_path / "data.jsonl", [conversation("yes"), conversation("yes" * 200)])
+    overrides = ("trainer.total_training_steps=20", "data.train_batch_size=1")
+    run(model, data, tmp_path / "out", *overrides, console=Console(file=log, width=200))
+    assert "conversations: 1; 1 longer than 100 tokens were left out" in log.getvalue()
     lines = [line for line in log.getvalue().splitlines() if line.startswith("step ")]
     assert [line.partition("  loss ")[0] for line in lines] == [f"step {step} of 20" for step in range(2, 21, 2)]
     losses = [float(line.partition("  loss ")[2]) for line in lines]
@@ -87,7 +106,7 @@ def test_the_model_carries_the_template_that_it_was_trained_with(model: Path, tm
     template = tmp_path / "own.jinja"
     template.write_text(TINY_CHAT_TEMPLATE)
     data = jsonl(tmp_path / "data.jsonl", [conversation("yes")])
-    run(model, data, tmp_path / "out", chat_template=str(template))
+    run(model, data, tmp_path / "out", f"model.chat_template={template}")
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == TINY_CHAT_TEMPLATE
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == TINY_CHAT_TEMPLATE
 
@@ -99,11 +118,12 @@ def test_conversations_are_chosen_by_seed_and_length(model: Path, tmp_path: Path
     data = jsonl(tmp_path / "data.jsonl", rows)
     lengths = [len(encode_training_conversation(tokenizer, row["messages"]).token_ids) for row in rows]
     limit = lengths[19]
-    everything, left_out = read_conversations(data, tokenizer, max_length=limit, number=99, seed=0)
-    assert sorted(len(each.token_ids) for each in everything) == lengths[:20]
-    assert left_out == 10
-    chosen = [read_conversations(data, tokenizer, max_length=limit, number=5, seed=seed)[0] for seed in (0, 0, 1)]
-    assert chosen[0] == chosen[1] == everything[:5]
+    short = f"data.max_length={limit}"
+    everything = read(data, tokenizer, short)
+    assert sorted(len(each.token_ids) for each in everything.encoded) == lengths[:20]
+    assert everything.num_overlong == 10
+    chosen = [read(data, tokenizer, short, number=5, seed=seed).encoded for seed in (0, 0, 1)]
+    assert chosen[0] == chosen[1] == everything.encoded[:5]
     assert chosen[0] != chosen[2]
     assert len(chosen[2]) == 5
 
@@ -116,7 +136,7 @@ def test_parquet_with_json_text_is_read(model: Path, tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "data.parquet")
     tokenizer = ChatTokenizer.from_pretrained(model)
     found = [
-        read_conversations(data, tokenizer, max_length=1000, number=1, seed=0)[0]
+        read(data, tokenizer).encoded
         for data in (str(tmp_path / "data.parquet"), jsonl(tmp_path / "data.jsonl", [row]))
     ]
     assert found[0] == found[1]
@@ -130,7 +150,7 @@ def test_parquet_with_json_text_is_read(model: Path, tmp_path: Path) -> None:
         ({"prompt": "x"}, "line 1: messages must be a list of messages, got NoneType"),
         ({**conversation("yes"), "tools": "f"}, "line 1: tools must be a list of schemas, got str"),
         ({"messages": [{"role": "user", "content": "x"}]}, "line 1: messages must hold an assistant message"),
-        (conversation("yes" * 500), "--max-length must leave a conversation of .*, got 100, and the shortest has"),
+        (conversation("yes" * 500), r"data\.max_length must leave a conversation of .*, got 100, and the shortest has"),
     ],
 )
 def test_a_row_that_is_no_conversation_is_named(model: Path, tmp_path: Path, row: dict, message: str) -> None:
@@ -144,10 +164,10 @@ def test_a_row_that_is_no_conversation_is_named(model: Path, tmp_path: Path, row
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--steps", 0, "--steps must be at least 1, got 0"),
-        ("--batch-size", -1, "--batch-size must be at least 1, got -1"),
-        ("--lr", -1, "lr must be finite and at least 0, got -1"),
-        ("--max-length", 0, "--max-length must leave a conversation"),
+        ("--steps", 0, "--steps: trainer.total_training_steps must be int >= 1 | null, got 0"),
+        ("--batch-size", -1, "--batch-size: data.train_batch_size must be int >= 1, got -1"),
+        ("--lr", -1, "--lr: optim.lr must be float >= 0, got -1"),
+        ("--max-length", 1, "data.max_length must leave a conversation"),
         ("--model", "no/model", "no/model"),
         ("--data", "no/data.jsonl", "a data file must exist, got no/data.jsonl"),
         ("--chat-template", "no/such.jinja", "chat_template must be a readable file, got no/such.jinja"),
@@ -159,8 +179,7 @@ def test_a_wrong_option_is_one_message(
     """Each option that cannot be is refused with exit status 1 and a message that names it, and nothing is written."""
     data = jsonl(tmp_path / "data.jsonl", [conversation("yes")])
     options = {"--model": model, "--data": data, "--output": tmp_path / "out", option: value}
-    arguments = ["sft", *(str(part) for pair in options.items() for part in pair)]
-    assert run_reporting_errors(lambda: app(arguments, standalone_mode=False)) == 1
+    assert command(*(part for pair in options.items() for part in pair)) == 1
     assert message in " ".join(capsys.readouterr().err.split())
     assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
 
@@ -185,10 +204,144 @@ def test_nothing_is_left_half_written(
         raise error
 
     monkeypatch.setattr(sft_run, "write_chat_template", fail)
-    data = jsonl(tmp_path / "data.jsonl", [conversation("yes")])
+    data, template = jsonl(tmp_path / "data.jsonl", [conversation("yes")]), tmp_path / "own.jinja"
+    template.write_text(TINY_CHAT_TEMPLATE)
     expected = CheckpointError if isinstance(error, OSError) else KeyboardInterrupt
     with pytest.raises(expected) as caught:
-        run(model, data, tmp_path / "out", chat_template=TINY_CHAT_TEMPLATE)
+        run(model, data, tmp_path / "out", f"model.chat_template={template}")
     if isinstance(error, OSError):
         assert "No space left on device; make room" in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "own.jinja"]
+
+
+def sampled(tokenizer: ChatTokenizer, text: str) -> list[int]:
+    """The ids that a model would sample for a text: control tokens in it are control tokens."""
+    ids: list[int] = []
+    for piece in filter(None, re.split(r"(<\|im_end\|>|</?tool_call>)", text)):
+        control = tokenizer.token_id(piece)
+        ids += tokenizer.encode_text(piece) if control is None else [control]
+    return ids
+
+
+async def test_what_is_learned_of_a_trajectory_is_what_was_sampled(tmp_path: Path) -> None:
+    """A rollout's messages, written to a file and read for fine-tuning, give the rollout's own ids, and their mask is 1 exactly on its sampled
+    tokens, over two turns with a tool's answer between."""
+    tokenizer = tiny_chat_tokenizer()
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12 + 30"}}\n</tool_call><|im_end|>'
+    turns = [sampled(tokenizer, text) for text in (call, "It is 42.<|im_end|>")]
+    server = ScriptedServer(turns)
+    await server.start()
+    parameters = {"type": "object", "properties": {}}
+    tools = [{"type": "function", "function": {"name": "calculator", "parameters": parameters}}]
+    session = ChatSession(
+        client=LLMServerClient([server]),
+        tokens=ContinuousTokens(tokenizer),
+        config=SessionConfig(),
+        budget=SessionBudget(500, 500),
+        parser=get_parser("hermes"),
+        tools=tools,
+    )
+    await session.extend([{"role": "user", "content": "What is 12 + 30?"}])
+    asked = (await session.generate(SamplingParams())).tool_calls[0]
+    await session.extend([{"role": "tool", "content": "42", "tool_call_id": asked.id, "name": asked.name}])
+    await session.generate(SamplingParams())
+    await session.close()
+    (ledger,) = session.segments
+    data = jsonl(tmp_path / "data.jsonl", [{"messages": session.messages, "tools": tools}])
+    (learned,) = read(data, tokenizer).encoded
+    mask = [0] * len(ledger.prompt_ids) + list(ledger.response_mask)
+    assert list(learned.token_ids) == [*ledger.prompt_ids, *ledger.response_ids]
+    assert list(learned.mask) == mask
+    assert [token for token, bit in zip(learned.token_ids, learned.mask, strict=True) if bit] == [*turns[0], *turns[1]]
+
+
+def test_several_files_and_columns_of_other_names_are_read(model: Path, tmp_path: Path) -> None:
+    """All rows of all files are there once, under whatever name the columns have."""
+    tokenizer = ChatTokenizer.from_pretrained(model)
+    rows = [conversation(answer) for answer in ("yes", "no", "yes no")]
+    files = [jsonl(tmp_path / f"{at}.jsonl", [{"chat": row["messages"]}]) for at, row in enumerate(rows)]
+    found = read(files, tokenizer, "data.messages_key=chat").encoded
+    expected = [encode_training_conversation(tokenizer, row["messages"]) for row in rows]
+    assert sorted(each.token_ids for each in found) == sorted(each.token_ids for each in expected)
+
+
+def test_an_overlong_conversation_may_be_an_error(model: Path, tmp_path: Path) -> None:
+    """With truncation=error the first conversation that is too long is named with its place and length."""
+    data = jsonl(tmp_path / "data.jsonl", [conversation("yes" * 500)])
+    with pytest.raises(DatasetError, match=r"data.jsonl, line 1: a conversation must have at most data.max_length=100"):
+        run(model, data, tmp_path / "out", "data.truncation=error")
+
+
+def test_epochs_validation_and_metrics(model: Path, tmp_path: Path) -> None:
+    """Two epochs over three conversations in batches of two are three steps; the validation's loss is there before, between and after, and falls."""
+    data = jsonl(tmp_path / "data.jsonl", [conversation("yes")] * 3)
+    overrides = (
+        "trainer.total_training_steps=null",
+        "trainer.total_epochs=2",
+        "trainer.test_freq=2",
+        f"data.val_files=[{data}]",
+    )
+    records = run(model, data, tmp_path / "out", *overrides)
+    assert [record["step"] for record in records] == [0, 1, 2, 3]
+    losses = {record["step"]: record["val/loss"] for record in records if "val/loss" in record}
+    assert list(losses) == [0, 2, 3]
+    assert losses[3] < losses[2] < losses[0]
+    assert losses[0] == pytest.approx(
+        records[1]["train/loss"], rel=1e-5
+    )  # of the same conversations, before the first update
+    assert [record["train/epoch"] for record in records[1:]] == pytest.approx([2 / 3, 4 / 3, 2.0])
+    assert [record["train/lr"] for record in records[1:]] == pytest.approx([1e-2, 1e-2 * 2 / 3, 1e-2 / 3])
+    assert all(record["train/num_tokens"] > 0 and record["train/grad_norm"] > 0 for record in records[1:])
+
+
+def test_a_file_of_settings_and_options_go_together(model: Path, tmp_path: Path) -> None:
+    """A YAML file, overrides and options are merged in that order, and the run is what they say."""
+    data, settings = jsonl(tmp_path / "data.jsonl", [conversation("yes")]), tmp_path / "sft.yaml"
+    settings.write_text(f"model: {{path: {model}}}\ntrainer: {{total_training_steps: 9, device: cpu}}\noptim.lr: 0.5\n")
+    code = command(
+        settings,
+        "optim.lr=0.25",
+        "trainer.total_training_steps=7",
+        "--data",
+        data,
+        "--steps",
+        2,
+        "--output",
+        tmp_path / "out",
+    )
+    assert code == 0
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["train/lr"] for record in records] == [0.25, 0.125]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.path=null"], "model.path must be given, got none; write --model PATH"),
+        (["data.train_files=[]", "trainer.default_local_dir=null"], "2 problems"),
+        (["trainer.test_freq=3"], "data.val_files must name a file while trainer.test_freq is 3"),
+        (["actor_rollout_ref.model.path=x"], "actor_rollout_ref.model.path is not a key; write model.path"),
+        (["learning_rate=1"], "learning_rate is not a key; write optim.lr"),
+        (["data.max_lenght=1"], "did you mean data.max_length"),
+        (["trainer.nonsense=1"], "`ostinato config --sft` lists all keys"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(model: Path, tmp_path: Path, overrides: list[str], message: str) -> None:
+    """What is missing, contradicts itself, or is called otherwise here is one message with the cure."""
+    data = jsonl(tmp_path / "data.jsonl", [conversation("yes")])
+    with pytest.raises(ConfigError) as caught:
+        run(model, data, tmp_path / "out", *overrides)
+    assert message in str(caught.value)
+
+
+def test_adapters_are_trained_and_merged(model: Path, tmp_path: Path) -> None:
+    """With a rank only adapters are trained; the folder holds the merged model, and the adapters beside it."""
+    pytest.importorskip("peft")
+    data = jsonl(tmp_path / "data.jsonl", [conversation("yes")])
+    records = run(model, data, tmp_path / "out", "model.lora_rank=2", "model.target_modules=[q_proj]", "optim.lr=0.1")
+    assert records[-1]["train/loss"] < records[0]["train/loss"]
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "out"))
+    assert set(before) == set(after)
+    changed = {name.rpartition(".self_attn.")[2] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"q_proj.weight"}
+    assert (tmp_path / "out" / "lora_adapter" / "adapter_config.json").is_file()

@@ -56,8 +56,7 @@ def train(
     """Train by a configuration: `ostinato train recipes/gsm8k_tool_cpu.yaml actor_rollout_ref.model.path=PATH`."""
     from ostinato_trainer.config_loading import load_config
 
-    files = [Path(argument) for argument in arguments if "=" not in argument or Path(argument).is_file()]
-    overrides = [argument for argument in arguments if "=" in argument and not Path(argument).is_file()]
+    files, overrides = _files_and_overrides(arguments)
     config = load_config(files, overrides)
     from ostinato_trainer.assembly import run_training  # after the configuration: a wrong key is told at once
 
@@ -66,33 +65,54 @@ def train(
 
 @app.command()
 def sft(
-    model: Annotated[Path, typer.Option(help="A model folder in the Hugging Face format.")],
-    data: Annotated[str, typer.Option(help="JSONL, JSON or parquet: `messages`, and `tools` where there are any.")],
-    output: Annotated[Path, typer.Option(help="A new folder for the trained model.")],
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 100,
-    batch_size: Annotated[int, typer.Option(help="Conversations a step.")] = 8,
-    lr: Annotated[float, typer.Option(help="Learning rate, from which it falls to 0 in a line.")] = 2e-5,
-    max_length: Annotated[int, typer.Option(help="Tokens; longer conversations are left out.")] = 2048,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG.yaml] [KEY=VALUE]...", help="YAML files, then dotted overrides; options go last."
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="A model folder in the Hugging Face format.")] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="JSONL, JSON or parquet: `messages`, and `tools` where there are any.")
+    ] = None,
+    val_data: Annotated[list[str] | None, typer.Option(help="Conversations to measure the loss on.")] = None,
+    output: Annotated[str | None, typer.Option(help="A new folder for the trained model.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: as many as the epochs take.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the conversations; default: 1.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Conversations a step; default: 8.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate, which falls to 0 in a line; default: 2e-5.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens; longer conversations are left out; default: 2048.")
+    ] = None,
     chat_template: Annotated[
         str | None, typer.Option(help="A .jinja file, if the model's own template is not to be used.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Chooses and orders the conversations.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Chooses and orders the conversations; default: 0.")] = None,
 ) -> None:
-    """Teach a model to talk as in given conversations: a warm start for `ostinato train`."""
-    from ostinato_trainer.sft import SftSettings
-    from ostinato_trainer.sft_run import run_sft
+    """Teach a model to talk as in given conversations: a warm start for `ostinato train`. All keys: `ostinato config --sft`."""
+    from ostinato_trainer.config_loading import load_tree
+    from ostinato_trainer.config_sft import SftConfig
 
-    settings = SftSettings(steps=steps, batch_size=batch_size, lr=lr, max_tokens_per_micro_batch=4096)
-    run_sft(
-        model,
-        data,
-        output,
-        settings=settings,
-        max_length=max_length,
-        chat_template=chat_template,
-        seed=seed,
-        console=Console(),
-    )
+    given = {
+        "model.path": ("--model", model),
+        "data.train_files": ("--data", data),
+        "data.val_files": ("--val-data", val_data),
+        "trainer.default_local_dir": ("--output", output),
+        "trainer.total_training_steps": ("--steps", steps),
+        "trainer.total_epochs": ("--epochs", epochs),
+        "data.train_batch_size": ("--batch-size", batch_size),
+        "optim.lr": ("--lr", lr),
+        "data.max_length": ("--max-length", max_length),
+        "model.chat_template": ("--chat-template", chat_template),
+        "trainer.seed": ("--seed", seed),
+    }
+    files, overrides = _files_and_overrides(arguments or [])
+    options = {key: option for key, option in given.items() if option[1] is not None}
+    config, written = load_tree(SftConfig, files, overrides, options=options)
+    from ostinato_trainer.sft_run import check_sft, run_sft  # after the configuration: a wrong key is told at once
+
+    check_sft(config, written)
+    run_sft(config, console=Console())
 
 
 @prepare_app.command("gsm8k")
@@ -113,15 +133,19 @@ def prepare_gsm8k(
 @app.command()
 def config(
     prefix: Annotated[str, typer.Argument(help="Show only keys that begin with this.")] = "",
+    sft: Annotated[bool, typer.Option("--sft", help="The keys of `ostinato sft` instead of those of `train`.")] = False,
 ) -> None:
     """Show every configuration key with its type, default and meaning."""
+    from ostinato_trainer.config import Config
     from ostinato_trainer.config_docs import config_rows
+    from ostinato_trainer.config_sft import SftConfig
     from ostinato_trainer.config_unknown import unknown_key_message
     from ostinato_trainer.errors import ConfigError
 
-    rows = [row for row in config_rows() if row.key.startswith(prefix)]
+    root = SftConfig if sft else Config
+    rows = [row for row in config_rows(root) if row.key.startswith(prefix)]
     if not rows:
-        raise ConfigError(unknown_key_message(prefix))
+        raise ConfigError(unknown_key_message(prefix, root))
     console = Console()
     for row in rows:
         _print_key(console, row)
@@ -129,7 +153,9 @@ def config(
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, global_step_N, or the folder of a run: its newest.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint, global_step_N, or the folder of a run: its newest.")
+    ],
     output: Annotated[Path, typer.Argument(help="A new folder for the model, in the Hugging Face format.")],
     best: Annotated[bool, typer.Option("--best", help="Of a run's folder, the best by trainer.best_metric.")] = False,
     dtype: Annotated[
@@ -193,6 +219,12 @@ def serve(
         tool_format=tool_format,
     )
     run_serve(path, settings, console=Console())
+
+
+def _files_and_overrides(arguments: list[str]) -> tuple[list[Path], list[str]]:
+    """What is a file's name, or has no `=`, and what is `KEY=VALUE`."""
+    files = [Path(argument) for argument in arguments if "=" not in argument or Path(argument).is_file()]
+    return files, [argument for argument in arguments if "=" in argument and not Path(argument).is_file()]
 
 
 def main() -> None:

@@ -277,16 +277,18 @@ def _validation_message(text: str, nested: Mapping[str, Any], origins: Mapping[s
         return f"{origins.get(path, 'the configuration')}: {path} {sentence.partition(' ')[2]}"
     value = _lookup(nested, path)
     expected = type_text(key.type)
-    cure = _type_cure(path, expected, value)
+    cure = _type_cure(path, expected, value) or (
+        f"`ostinato config{'' if root is Config else ' --sft'}` says what {path} means"
+    )
     return f"{origins.get(path, 'the configuration')}: {path} must be {expected}, got {_shown(value)}; {cure}"
 
 
-def _type_cure(path: str, expected: str, value: Any) -> str:
+def _type_cure(path: str, expected: str, value: Any) -> str | None:
     if expected.startswith("list of") and isinstance(value, str) and _is_one_of(expected, value):
         return f"write {path}=[{value}]"
     if value is None:
         return "write a value, or remove the key to take the default"
-    return f"`ostinato config` says what {path} means"
+    return None
 
 
 def _is_one_of(expected: str, value: str) -> bool:

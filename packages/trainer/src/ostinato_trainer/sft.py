@@ -6,6 +6,7 @@ It knows no conversation and no tokenizer: `ostinato_tokenization.encode_trainin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +19,7 @@ from ostinato_trainer.backend import LossOutput, MicroBatch, MicroBatchOutput, T
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BatchError
 from ostinato_trainer.local_backend import LocalBackend, LocalBackendOptions
+from ostinato_trainer.lora import LoraOptions
 from ostinato_trainer.segments import Segment
 
 
@@ -46,10 +48,17 @@ class SftSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     warmup_steps: int = 0
     lr_scheduler_type: str = "linear"
     betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
     weight_decay: float = 0.01
     grad_clip: float = 1.0
     max_tokens_per_micro_batch: int = 16384
     """Padded tokens of one forward-backward pass; a longer conversation goes alone."""
+    test_freq: int = -1
+    """Steps between validations; below 1 before the first and after the last step only."""
+    lora: LoraOptions | None = None
+    """Train adapters only."""
+    use_remove_padding: bool = True
+    """Pack conversations into one row where the model's attention can."""
     device: str = "auto"
     dtype: str = "float32"
 
@@ -58,12 +67,16 @@ class SftStep(msgspec.Struct, frozen=True):
     """What one step did."""
 
     step: int
-    """From 1."""
+    """From 1; 0 is the validation before training, where only `val_loss` means anything."""
     loss: float
     """Mean negative log-likelihood of the trained tokens of this step's batch, in nats, before the update."""
     grad_norm: float
     lr: float
     skipped: bool
+    num_tokens: int = 0
+    """Trained tokens of this step's batch."""
+    val_loss: float | None = None
+    """Mean negative log-likelihood of the trained tokens of the validation's conversations after the update, where it was measured."""
 
 
 def sft_batch(conversations: Sequence[MaskedTokens]) -> Batch:
@@ -100,22 +113,23 @@ def sft_steps(
     batch_size: int,
     seed: int,
     max_tokens_per_micro_batch: int = 16384,
+    validation: Sequence[MaskedTokens] = (),
+    test_freq: int = -1,
 ) -> Iterator[SftStep]:
     """Takes optimizer steps on shuffled conversations; each step happens when it is asked for.
 
     Every epoch is a new permutation, and a batch may span two epochs, so all conversations are seen equally often and
-    all batches are of one size. The loss is the mean over the trained tokens of the batch.
+    all batches are of one size. The loss is the mean over the trained tokens of the batch. With conversations for `validation` their loss is
+    measured before the first step, every `test_freq` steps and after the last one.
 
     Raises:
         BatchError: see `sft_batch`; or `steps` or `batch_size` is below 1, or no token is trained on.
     """
     if steps < 1 or batch_size < 1:
         raise BatchError(f"steps and batch_size must be at least 1, got {steps} and {batch_size}; raise them")
-    data = sft_batch(conversations)
-    if data.num_loss_tokens == 0:
-        raise BatchError(
-            "mask must be 1 somewhere, got 0 everywhere; there is nothing to learn, check the tokenization"
-        )
+    data, held_out = _learnable(conversations), _learnable(validation) if validation else None
+    if held_out is not None:
+        yield SftStep(0, math.nan, math.nan, math.nan, False, val_loss=validation_loss(backend, held_out))
     batches = _endless_batches(data.num_sequences, min(batch_size, data.num_sequences), seed)
     for step, chosen in zip(range(1, steps + 1), batches, strict=False):
         batch = with_loss_weights(data.select(chosen), LossAggMode.TOKEN_MEAN)
@@ -124,7 +138,31 @@ def sft_steps(
             sft_loss,
         )
         stats = backend.optimizer_step()
-        yield SftStep(step, metrics.get("train/loss", 0.0), stats.grad_norm, stats.lr, stats.skipped)
+        measured = step == steps or (test_freq > 0 and step % test_freq == 0)
+        yield SftStep(
+            step,
+            metrics.get("train/loss", 0.0),
+            stats.grad_norm,
+            stats.lr,
+            stats.skipped,
+            num_tokens=batch.num_loss_tokens,
+            val_loss=validation_loss(backend, held_out) if measured and held_out is not None else None,
+        )
+
+
+def validation_loss(backend: TrainingBackend, data: Batch) -> float:
+    """Mean negative log-likelihood of the trained tokens of a batch, in nats; changes nothing."""
+    return -float(backend.log_probs(data, temperature=1.0)[data.loss_mask].double().mean())
+
+
+def _learnable(conversations: Sequence[MaskedTokens]) -> Batch:
+    """As `sft_batch`, refused where it would teach nothing."""
+    data = sft_batch(conversations)
+    if data.num_loss_tokens == 0:
+        raise BatchError(
+            "mask must be 1 somewhere, got 0 everywhere; there is nothing to learn, check the tokenization"
+        )
+    return data
 
 
 def train_sft(
@@ -134,6 +172,7 @@ def train_sft(
     settings: SftSettings,
     *,
     seed: int,
+    validation: Sequence[MaskedTokens] = (),
 ) -> Iterator[SftStep]:
     """Fine-tunes the model of a folder step by step; after the last step the result is an ordinary model folder at
     `output`.
@@ -147,11 +186,15 @@ def train_sft(
         dtype=settings.dtype,
         lr=settings.lr,
         betas=settings.betas,
+        eps=settings.eps,
         weight_decay=settings.weight_decay,
         lr_scheduler_type=settings.lr_scheduler_type,
         lr_warmup_steps=settings.warmup_steps,
         total_steps=settings.steps,
         grad_clip=settings.grad_clip,
+        max_tokens_per_forward=settings.max_tokens_per_micro_batch,
+        lora=settings.lora,
+        use_remove_padding=settings.use_remove_padding,
     )
     backend = LocalBackend.from_pretrained(model_path, options)
     yield from sft_steps(
@@ -161,6 +204,8 @@ def train_sft(
         batch_size=settings.batch_size,
         seed=seed,
         max_tokens_per_micro_batch=settings.max_tokens_per_micro_batch,
+        validation=validation,
+        test_freq=settings.test_freq,
     )
     backend.save_hf(output)
 
