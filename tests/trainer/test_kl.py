@@ -1,5 +1,7 @@
 """KL estimators: their formulas, and finite values and gradients where the policies are worlds apart."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -72,5 +74,35 @@ def test_the_names_of_the_field_are_understood():
         KLKind.K3,
         KLKind.ABS,
     ]
-    with pytest.raises(AlgorithmError, match="low_var_kl, got 'k4'"):
-        kl_kind("k4")
+    assert kl_kind("low_var_kl+") is KLKind.K3
+    for unknown in ("k4", "k4+", "+", "full", "k3++"):
+        with pytest.raises(AlgorithmError, match=rf"low_var_kl, got '{re.escape(unknown)}'"):
+            kl_kind(unknown)
+
+
+@pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3", "kl", "mse", "low_var_kl"])
+def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(kind):
+    """Straight through: the estimate itself, and policy - reference as its derivative, for ratios of any size, in float32 too."""
+    for dtype in (torch.float64, torch.float32):
+        policy = torch.tensor([-0.5, -3.0, -100.0, 0.0, -1.0], dtype=dtype, requires_grad=True)
+        reference = torch.tensor([-1.5, -2.5, 0.0, -100.0, -1.0], dtype=dtype)
+        estimate = kl_estimate(policy, reference, f"{kind}+")
+        assert torch.equal(estimate, kl_estimate(policy, reference, kind))
+        (gradient,) = torch.autograd.grad(estimate.sum(), policy)
+        assert torch.equal(gradient, (policy - reference).detach())
+
+
+def test_the_expected_gradient_of_a_plus_is_that_of_the_divergence():
+    """Over a whole vocabulary, k3+ under the policy has the gradient of KL(policy || reference), which k1 and k3 have not."""
+    logits = torch.tensor([0.3, -1.0, 0.5], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    log_probs = torch.log_softmax(logits, 0)
+    (exact,) = torch.autograd.grad((log_probs.exp() * (log_probs - reference)).sum(), logits, retain_graph=True)
+
+    def expected(kind):
+        weighted = log_probs.exp().detach() * kl_estimate(log_probs, reference, kind)
+        return torch.autograd.grad(weighted.sum(), logits, retain_graph=True)[0]
+
+    assert torch.allclose(expected("k3+"), exact, atol=1e-12)
+    assert torch.allclose(expected("k1+"), exact, atol=1e-12)
+    assert not torch.allclose(expected("k1"), exact, atol=1e-3)

@@ -159,7 +159,7 @@ def _bounds(value: float | str, key: str) -> tuple[float | None, float]:
             f'{key} must be a number or a band like "0.5_2.0", got {value!r}; write one of the two'
         ) from error
     lower, upper = (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[-1])
-    if len(numbers) > 2 or not 0 < (lower or upper) <= upper < float("inf"):
+    if len(numbers) > 2 or not 0 < numbers[0] <= upper < float("inf"):
         raise ConfigError(
             f"{key} must be positive and finite, a band with its lower bound first, got {value}; write 0.5_2.0"
         )
