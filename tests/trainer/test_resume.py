@@ -1,6 +1,7 @@
 """A run goes on from the right checkpoint or says why it does not, and its metrics show each step once."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from ostinato_trainer.config import Config, TrainerConfig
 from ostinato_trainer.config_loading import load_config, to_yaml
 from ostinato_trainer.errors import CheckpointError, ConfigError
 from ostinato_trainer.quickstart.tiny_model import save_model, save_tokenizer
-from ostinato_trainer.resume import changed_keys, check_same_run, cut_metrics, resume_point
+from ostinato_trainer.resume import changed_keys, check_same_run, resume_point, take_up
 from ostinato_trainer.run_state import RunState
 
 
@@ -33,10 +34,13 @@ def write_run(root: Path, *steps: int, config: Config | None = None, model: Path
 
 
 def found(root: Path, **keys: Any) -> int | None:
-    """The step that a run in `root` goes on from."""
+    """The step that a run in `root` goes on from, and takes up."""
     trainer = TrainerConfig(default_local_dir=str(root), **keys)
+    root.mkdir(exist_ok=True)
     with CheckpointManager(root) as manager:
         point = resume_point(trainer, manager)
+        if point is not None:
+            take_up(manager, point)
     return None if point is None else point.step
 
 
@@ -124,22 +128,31 @@ def test_a_path_that_is_no_whole_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_metrics_are_cut_to_the_checkpoint(tmp_path: Path) -> None:
     """Lines of steps that are undone go, so does one that a kill has cut off; a line of the checkpoint's own that is missing comes from it."""
     write_run(tmp_path, 2)
-    with CheckpointManager(tmp_path) as manager:
-        point = resume_point(TrainerConfig(default_local_dir=str(tmp_path)), manager)
-    assert point is not None
     path = tmp_path / "metrics.jsonl"
-    cut_metrics(tmp_path, point)
+    found(tmp_path)
     assert not path.exists()
 
     lines = [{"step": step, "x": step} for step in range(5)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5, "x"')
-    cut_metrics(tmp_path, point)
+    found(tmp_path)
     assert [json.loads(line) for line in path.read_text().splitlines()] == lines[:3]
 
     path.write_text("".join(json.dumps(line) + "\n" for line in lines[:2]) + '{"step": 2, "x"')
-    cut_metrics(tmp_path, point)
+    found(tmp_path)
     saved = {"step": 2, "critic/score/mean": 0.2, "actor/lr": None}
     assert [json.loads(line) for line in path.read_text().splitlines()] == [*lines[:2], saved]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["global_step_2", LATEST, "metrics.jsonl"]
+
+
+def test_a_look_changes_nothing(tmp_path: Path) -> None:
+    """Until a run takes a checkpoint up, which it may yet refuse, the newest stays the newest and no metric is lost."""
+    write_run(tmp_path, 2, 4)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 4}\n')
+    trainer = TrainerConfig(resume_mode="resume_path", resume_from_path=str(tmp_path / "global_step_2"))
+    with CheckpointManager(tmp_path) as manager:
+        assert resume_point(trainer, manager) is not None
+    assert (tmp_path / LATEST).read_text() == "4\n"
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 4}\n'
 
 
 def test_settings_that_change_the_curve_are_named(tmp_path: Path) -> None:
@@ -159,6 +172,9 @@ def test_settings_that_change_the_curve_are_named(tmp_path: Path) -> None:
         "actor_rollout_ref.actor.optim.lr is 0.0001 instead of 1e-05",
         "actor_rollout_ref.rollout.n is 3 instead of 1",
     ]
+    path = point.directory / "config.yaml"
+    path.write_text(re.sub(r"^ +(seed|n): .*\n", "", path.read_text(), flags=re.MULTILINE))
+    assert changed_keys(point, before) == []
     cosine = ["actor_rollout_ref.actor.optim.lr=1e-5", "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine"]
     write_run(tmp_path / "cosine", 2, config=load_config([], cosine))
     with CheckpointManager(tmp_path / "cosine") as manager:

@@ -36,7 +36,7 @@ BEST: Final = "best_checkpointed_iteration.txt"
 """Name of the file that holds the number of the best step, where there is a metric to tell it by."""
 
 _STEP: Final = re.compile(r"global_step_(0|[1-9][0-9]*)")
-_HIDDEN: Final = re.compile(r"\.(writing|replaced|removing)-(global_step_\d+|latest|best)-[0-9a-f]{8}")
+_HIDDEN: Final = re.compile(r"\.(writing|replaced|removing)-([\w.]+)-[0-9a-f]{8}")
 
 
 class CheckpointManager:
@@ -182,7 +182,24 @@ class CheckpointManager:
         Raises:
             OSError: the root cannot be written.
         """
-        self._write_pointer(LATEST, "latest", step)
+        self.write_file(LATEST, f"{step}\n".encode())
+
+    def write_file(self, name: str, content: bytes) -> None:
+        """Make or replace a file of the root, whole or not at all.
+
+        Raises:
+            OSError: the root cannot be written.
+        """
+        hidden = self._hidden("writing", name)
+        try:
+            with hidden.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            hidden.replace(self.root / name)
+        finally:
+            hidden.unlink(missing_ok=True)
+        flush(self.root)
 
     def _score(self, step: int) -> float | None:
         try:
@@ -227,24 +244,12 @@ class CheckpointManager:
         if aside is not None:
             _remove(aside)
 
-    def _write_pointer(self, name: str, purpose: str, step: int) -> None:
-        hidden = self._hidden("writing", purpose)
-        try:
-            with hidden.open("w", encoding="ascii") as file:
-                file.write(f"{step}\n")
-                file.flush()
-                os.fsync(file.fileno())
-            hidden.replace(self.root / name)
-        finally:
-            hidden.unlink(missing_ok=True)
-        flush(self.root)
-
     def _forget_old(self, newest: int) -> None:
         """Says which is the best and removes the oldest beyond the limit; a failure is logged, for nothing is lost by it."""
         try:
             best = self.best()
             if best is not None:
-                self._write_pointer(BEST, "best", int(best.name.rpartition("_")[2]))
+                self.write_file(BEST, f"{best.name.rpartition('_')[2]}\n".encode())
             if self._max_to_keep is None:
                 return
             others = [step for step in self.steps() if step != newest]

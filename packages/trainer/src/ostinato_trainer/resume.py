@@ -7,7 +7,6 @@ foreign. What follows a checkpoint is undone before the run goes on, so that the
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +30,8 @@ __all__ = [
     "ResumePoint",
     "changed_keys",
     "check_same_run",
-    "cut_metrics",
     "resume_point",
+    "take_up",
 ]
 
 logger = logging.getLogger(__name__)
@@ -138,7 +137,10 @@ def changed_keys(point: ResumePoint, config: Config) -> list[str]:
         raise CheckpointError(
             f"{point.directory / CONFIG_FILE} must be readable, got {error}; resume from another step"
         ) from error
-    current = dict(_flat(yaml.safe_load(to_yaml(config))))
+    current, default = (dict(_flat(yaml.safe_load(to_yaml(each)))) for each in (config, Config()))
+    saved = {
+        key: value for key, value in default.items() if value != {}
+    } | saved  # keys that were not yet known have their default
     schedule_needs_length = config.actor_rollout_ref.actor.optim.lr_scheduler_type != "constant"
     return [
         f"{key} is {current.get(key, 'absent')} instead of {saved.get(key, 'absent')}"
@@ -148,35 +150,36 @@ def changed_keys(point: ResumePoint, config: Config) -> list[str]:
     ]
 
 
-def cut_metrics(folder: Path, point: ResumePoint) -> None:
-    """Take the lines of steps that are undone out of `metrics.jsonl`, whole or not at all.
+def take_up(manager: CheckpointManager, point: ResumePoint) -> None:
+    """Undo what follows a checkpoint: it becomes the newest, and `metrics.jsonl` loses the lines of later steps.
 
-    A line of the checkpoint's own step that a kill has kept from being written is added from the checkpoint.
+    A line of the checkpoint's own step that a kill has kept from being written is added from the checkpoint. To be called when nothing is
+    left that could refuse the checkpoint.
 
     Raises:
-        CheckpointError: The file cannot be read or written.
+        CheckpointError: A file cannot be read or written.
     """
-    path = folder / METRICS_FILE
-    hidden = path.with_name(f".{METRICS_FILE}.cut")
+    path = manager.root / METRICS_FILE
     try:
-        if not path.exists():
-            return
-        lines: dict[int, bytes] = {}
-        for line in path.read_bytes().splitlines():
-            step = _step_of(line)
-            if step is not None and step <= point.step:
-                lines[step] = line
-        if point.step not in lines and point.inventory.metrics:
-            lines[point.step] = msgspec.json.encode({"step": point.step, **point.inventory.metrics})
-        with hidden.open("wb") as file:
-            file.writelines(line + b"\n" for _, line in sorted(lines.items()))
-            file.flush()
-            os.fsync(file.fileno())
-        hidden.replace(path)
+        if point.directory.resolve().parent == manager.root.resolve():
+            manager.point_latest(point.step)
+        if path.exists():
+            manager.write_file(METRICS_FILE, _metrics_until(point, path.read_bytes()))
     except OSError as error:
         raise CheckpointError(
-            f"{path} must be a file that can be written, got {error}; fix that, or choose another trainer.default_local_dir"
+            f"{manager.root} must be a folder that can be written, got {error}; fix that, or choose another trainer.default_local_dir"
         ) from error
+
+
+def _metrics_until(point: ResumePoint, content: bytes) -> bytes:
+    lines: dict[int, bytes] = {}
+    for line in content.splitlines():
+        step = _step_of(line)
+        if step is not None and step <= point.step:
+            lines[step] = line
+    if point.step not in lines and point.inventory.metrics:
+        lines[point.step] = msgspec.json.encode({"step": point.step, **point.inventory.metrics})
+    return b"".join(line + b"\n" for _, line in sorted(lines.items()))
 
 
 def _asked_for(directory: Path, manager: CheckpointManager) -> ResumePoint:
@@ -205,8 +208,6 @@ def _asked_for(directory: Path, manager: CheckpointManager) -> ResumePoint:
             point.step,
             ", ".join(map(str, later)),
         )
-    if is_own:
-        manager.point_latest(point.step)
     return point
 
 
@@ -224,7 +225,6 @@ def _newest_whole(manager: CheckpointManager) -> ResumePoint:
             continue
         if problems:
             logger.warning("The run goes on from step %d, for: %s", step, "; ".join(problems))
-            manager.point_latest(step)
         return point
     raise CheckpointError(
         f"{manager.root} must hold a whole checkpoint to go on from, got none: {'; '.join(problems)}; "
@@ -246,7 +246,11 @@ def _check_same_model(saved: Path, given: Path) -> None:
     """Compares what transformers makes of the two config.json, since saving rewrites one."""
     from transformers import AutoConfig
 
-    saved_config, given_config = (AutoConfig.from_pretrained(str(path)).to_dict() for path in (saved, given))
+    try:
+        saved_config, given_config = (AutoConfig.from_pretrained(str(path)).to_dict() for path in (saved, given))
+    except (OSError, ValueError, KeyError) as error:
+        logger.info("config.json is left to the backend, for transformers does not read it: %s", error)
+        return
     for name in sorted({*saved_config, *given_config} - _VOLATILE_OF_MODELS):
         if saved_config.get(name) != given_config.get(name):
             raise CheckpointError(
