@@ -56,15 +56,20 @@ def row_item(row: dict[str, Any], config: DataConfig, position: int) -> dict[str
 
 def check_row(row: Mapping[str, Any], config: DataConfig) -> str | None:
     """The first problem of a row as `<field> must ..., got ...; cure`, or None."""
-    return (
+    problem = (
         _check_columns(row)
         or _check_prompt(row, config.prompt_key)
         or _check_media(row, config)
         or _check_mappings(row)
-        or _check_extra_info(as_mapping(row.get("extra_info")) or {})
-        or _check_ground_truth(as_mapping(row.get("reward_model")) or {})
-        or _check_tools(row)
         or next(filter(None, (_check_text(row, field) for field in _NAMES)), None)
+    )
+    if problem is not None:
+        return problem
+    extra_info = as_mapping(row.get("extra_info")) or {}
+    return (
+        _check_extra_info(extra_info)
+        or _check_tools(extra_info.get("tools_kwargs", row.get("tools_kwargs")), extra_info)
+        or _check_ground_truth(as_mapping(row.get("reward_model")) or {})
     )
 
 
@@ -157,9 +162,7 @@ def _is_absent(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _check_tools(row: Mapping[str, Any]) -> str | None:
-    extra_info = as_mapping(row.get("extra_info")) or {}
-    raw = extra_info.get("tools_kwargs", row.get("tools_kwargs"))
+def _check_tools(raw: Any, extra_info: Mapping[str, Any]) -> str | None:
     tools_kwargs = as_mapping(raw)
     if raw is not None and tools_kwargs is None:
         return (
