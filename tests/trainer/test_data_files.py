@@ -264,6 +264,15 @@ def test_dates_and_decimals_are_python_s(tmp_path: Path) -> None:
     assert rows == [{"day": day, "price": price, "level": "hard"}, {"level": "hard"}]
 
 
+def test_text_that_is_no_utf_8_is_the_only_bad_row_of_a_parquet_file(tmp_path: Path) -> None:
+    """Bytes of another encoding in a text column are an error of their row."""
+    texts = pa.array([b"a", b"\xe4", b"b"]).view(pa.string())
+    pq.write_table(pa.table({"t": texts}), tmp_path / "rows.parquet")
+    first, second, third = open_data_file(str(tmp_path / "rows.parquet")).rows()
+    assert (first, third) == ({"t": "a"}, {"t": "b"})
+    assert "rows.parquet, row 2 must be readable, got 'utf-8' codec" in str(second)
+
+
 def test_a_digest_is_that_of_the_content(tmp_path: Path) -> None:
     """The same content under another name has the same digest, another content another one, in every form."""
     for suffix in (".parquet", ".json", ".jsonl"):

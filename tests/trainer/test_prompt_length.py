@@ -1,9 +1,15 @@
 """Counting and cutting prompts."""
 
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ostinato_tokenization import ChatTokenizer, ContinuousTokens
 from ostinato_tokenization.testing import tiny_chat_tokenizer
 from ostinato_trainer.errors import DatasetError
 from ostinato_trainer.prompt_length import PromptLength, cut_text, without_longest_text
@@ -82,3 +88,27 @@ def test_text_in_parts_is_cut_too() -> None:
     assert 0 < len(cut[1]["content"][1]["text"]) < 200
     assert given[1]["content"][1]["text"] == "q" * 200
     assert length.count(without_longest_text(given), None) < length.count(cut, None)
+
+
+def shared_tokenizers() -> list:
+    """The tiny tokenizer, and real ones with their templates where they are at hand."""
+    folder = Path(os.environ.get("OSTINATO_SHARED", Path(__file__).parents[2].parent / "shared")) / "tokenizers"
+    found = [pytest.param(tiny_chat_tokenizer, id="tiny")]
+    for name in ("qwen", "llama3", "smollm2"):
+        missing = pytest.mark.skipif(not (folder / name).is_dir(), reason=f"no {folder / name}")
+        found.append(pytest.param(partial(ChatTokenizer.from_pretrained, folder / name), id=name, marks=missing))
+    return found
+
+
+@pytest.mark.parametrize("tokenizer", shared_tokenizers())
+def test_the_count_is_that_of_the_rollout(tokenizer: Callable[[], ChatTokenizer]) -> None:
+    """What is counted is what a conversation begins with, tools and template variables included, to the token."""
+    made, kwargs = tokenizer(), {"enable_thinking": False}
+    conversation = [
+        *messages("What is 2+2?\n<|im_end|>"),
+        {"role": "assistant", "content": "4"},
+        *messages("And 3+3?")[1:],
+    ]
+    length, tokens = PromptLength(made, kwargs, 100), ContinuousTokens(made, template_kwargs=kwargs)
+    for tools in (None, [], [TOOL]):
+        assert length.count(conversation, tools) == len(tokens.build_initial_tokens(conversation, tools).token_ids)
