@@ -206,6 +206,24 @@ def test_splits_lose_nothing(segments, size):
 
 
 @settings(deadline=None)
+@given(segment_lists(), st.integers(1, 5))
+def test_micro_batches_keep_trajectories_whole_where_asked(segments, size):
+    """By count and by tokens, padded or not, all segments of a trajectory are in one micro-batch and none is lost."""
+    batch = Batch.from_segments(segments)
+    longest = int(batch.sequence_lengths.max())
+    for parts in (
+        batch.split_by_count(size, whole_trajectories=True),
+        batch.split_by_tokens(longest * size, whole_trajectories=True),
+        batch.split_by_tokens(longest * size, padded=False, whole_trajectories=True),
+    ):
+        assert sorted(row for part in parts for row in rows(part)) == sorted(rows(batch))
+        assert sorted(name for part in parts for name in part.trajectory_ids) == sorted(batch.trajectory_ids)
+    if longest > 1:
+        with pytest.raises(BatchError, match="max_tokens must be at least the longest sequence"):
+            batch.split_by_tokens(longest - 1, whole_trajectories=True)
+
+
+@settings(deadline=None)
 @given(segment_lists(), st.integers(1, 5), st.booleans())
 def test_mini_batches_keep_trajectories_whole(segments, size, shuffled):
     """All segments of a trajectory are in one mini-batch; sizes differ by one trajectory at most."""

@@ -5,7 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato_trainer.errors import BatchError
-from ostinato_trainer.partitions import chunks_by_count, chunks_by_padded_tokens, chunks_by_tokens, even_chunks
+from ostinato_trainer.partitions import (
+    chunks_by_count,
+    chunks_by_padded_tokens,
+    chunks_by_tokens,
+    chunks_of_owners,
+    even_chunks,
+)
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
@@ -69,3 +75,16 @@ def test_a_size_below_one_is_refused():
     """A micro-batch of no sequence cannot be cut."""
     with pytest.raises(BatchError, match="at least 1, got 0"):
         even_chunks(3, 0)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 9)), min_size=1, max_size=40), st.integers(1, 120))
+def test_what_belongs_together_stays_together(pairs, budget):
+    """Each owner's sequences are in one micro-batch, none is lost, and only an owner that alone is too much exceeds the budget."""
+    lengths, owners = [length for length, _ in pairs], [owner for _, owner in pairs]
+    chunks = chunks_of_owners(lengths, owners, lambda chosen: sum(chosen) <= budget)
+    assert sorted(place for chunk in chunks for place in chunk) == list(range(len(lengths)))
+    places = [{owners[place] for place in chunk} for chunk in chunks]
+    assert sum(map(len, places)) == len(set(owners))
+    for chunk, of in zip(chunks, places, strict=True):
+        assert len(of) == 1 or sum(lengths[place] for place in chunk) <= budget
