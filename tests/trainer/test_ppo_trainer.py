@@ -2,6 +2,8 @@
 
 import json
 import math
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ostinato_agent_loop import AgentLoopManager
 from ostinato_engines import PauseMode, TokenOutput
 from ostinato_engines.transformers_server import TransformersServer
 from ostinato_trainer.assembly import run_training
@@ -274,3 +277,74 @@ def test_a_run_in_bfloat16_reaches_its_last_step(home: Path, tmp_path: Path) -> 
     """With actor.dtype=bfloat16 the engine takes the float32 weights of the trainer, rounded, step after step."""
     run_training(configured(home, tmp_path, "actor_rollout_ref.actor.dtype=bfloat16"))
     assert [record["step"] for record in records(tmp_path)] == [1, 2]
+
+
+class BatchesOnly(AgentLoopManager):
+    """A manager of the user's own that defines generate_sequences anew, and so is asked for batches."""
+
+    async def generate_sequences(self, *arguments: Any, **options: Any) -> Any:
+        """See AgentLoopManager."""
+        return await super().generate_sequences(*arguments, **options)
+
+
+def test_streams_in_turn_change_nothing(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With max_staleness 0 a run over streams is, bit for bit, the run over one batch a step: metrics and trained weights."""
+    (tmp_path / "batches_only_for_test.py").write_text(Path(__file__).read_text())
+    monkeypatch.syspath_prepend(str(tmp_path))
+    batches = "actor_rollout_ref.rollout.agent.agent_loop_manager_class=batches_only_for_test.BatchesOnly"
+    overrides = (varied_reward(tmp_path), "trainer.save_freq=-1", "actor_rollout_ref.actor.optim.lr=0.01")
+    run_training(configured(home, tmp_path / "streams", *overrides))
+    run_training(configured(home, tmp_path / "batches", *overrides, batches))
+    clocked = ("timing_", "perf/", "agent_loop/")
+    streams, batches = (
+        [
+            {name: value for name, value in step.items() if not name.startswith(clocked)}
+            for step in records(tmp_path / kind)
+        ]
+        for kind in ("streams", "batches")
+    )
+    assert streams == batches
+    first, second = (
+        load_file(tmp_path / kind / "global_step_2" / "huggingface" / "model.safetensors")
+        for kind in ("streams", "batches")
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_sampling_goes_on_while_the_policy_is_trained(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With max_staleness 1 the engine answers turns of the third step during the update of the second, which waits for them here; no two
+    calls of the backend overlap, and what is trained on is one version old from the second step on."""
+    overrides = server_overrides("RecordingServer", tmp_path)
+    original, under_way = LocalBackend.forward_backward, threading.Lock()
+    answered_meanwhile: list[int] = []
+
+    def forward_backward(self: LocalBackend, *arguments: Any, **options: Any) -> Any:
+        assert under_way.acquire(blocking=False)
+        try:
+            calls = recorded_calls("RecordingServer")
+            before, deadline = len(calls), time.monotonic() + 60
+            while len(calls) == before and len(answered_meanwhile) == 1 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            answered_meanwhile.append(len(calls) - before)
+            return original(self, *arguments, **options)
+        finally:
+            under_way.release()
+
+    monkeypatch.setattr(LocalBackend, "forward_backward", forward_backward)
+    keys = ("trainer.max_staleness=1", "trainer.total_training_steps=3", varied_reward(tmp_path))
+    run_training(configured(home, tmp_path, *overrides, *keys))
+    assert answered_meanwhile[1] > 0
+    steps = records(tmp_path)
+    worst = [step["training/off_policy/trajectory_staleness_worst/max"] for step in steps]
+    assert worst == [0.0, 1.0, 1.0]
+    assert all(math.isfinite(step["actor/pg_loss"]) for step in steps)
+    assert [step["training/num_trajectories"] for step in steps] == [6.0] * 3
+
+
+def test_remax_runs_with_a_greedy_trajectory_for_each_group(home: Path, tmp_path: Path, trained: list[Batch]) -> None:
+    """Greedy trajectories give baselines and are not trained on."""
+    run_training(configured(home, tmp_path, varied_reward(tmp_path), "algorithm.adv_estimator=remax"))
+    assert [step["training/num_trajectories"] for step in records(tmp_path)] == [6.0, 6.0]
+    assert all(batch.baselines is not None for batch in trained)

@@ -53,8 +53,8 @@ def rewards_of(records: list[dict]) -> list[float]:
 
 
 def without_times(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A step's metrics that do not depend on the clock."""
-    clocked = ("timing_", "perf/time", "perf/throughput", "agent_loop/")
+    """A step's metrics that depend neither on the clock nor on what else the process holds."""
+    clocked = ("timing_", "perf/time", "perf/throughput", "perf/cpu_memory", "agent_loop/")
     return {key: value for key, value in record.items() if not key.startswith(clocked)}
 
 
