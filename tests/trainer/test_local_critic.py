@@ -104,18 +104,19 @@ def test_no_split_or_order_matters(order: list[int], cut: int, budget: int) -> N
 def test_it_learns_the_returns() -> None:
     """After some steps the values are near the returns, and each step reports norm and rate."""
     critic, batch = make_critic(lr=3e-2), make_batch()
+    losses = []
     for _ in range(60):
         weighted = with_loss_weights(
             with_targets(batch).with_columns(values=critic.values(batch).double()), "token-mean"
         )
-        first = critic.forward_backward([weighted], loss_fn)
-        stats = critic.optimizer_step()
+        losses.append(critic.forward_backward([weighted], loss_fn)["critic/vf_loss"])
+        assert critic.optimizer_step().lr == 3e-2
     targets = with_targets(batch).returns
     assert targets is not None
     error = (critic.values(batch) - targets)[batch.loss_mask].abs().max()
     assert error < 0.1
-    assert first["critic/vf_loss"] < 0.02
-    assert (stats.lr, stats.skipped, critic.num_updates) == (3e-2, False, 60)
+    assert losses[-1] < 0.02 < losses[0]
+    assert critic.num_updates == 60
 
 
 def test_bfloat16_stays_near() -> None:

@@ -21,9 +21,10 @@ from ostinato_tokenization import ChatTokenizer, ContinuousTokens, encode_traini
 from ostinato_tokenization.testing import TINY_CHAT_TEMPLATE, tiny_chat_tokenizer
 from ostinato_tools import get_parser
 from ostinato_trainer import sft_run
-from ostinato_trainer.cli import app, run_reporting_errors
+from ostinato_trainer.cli import app
 from ostinato_trainer.config_loading import load_tree
 from ostinato_trainer.config_sft import SftConfig
+from ostinato_trainer.error_reporting import run_reporting_errors
 from ostinato_trainer.errors import CheckpointError, ConfigError, DatasetError
 from ostinato_trainer.quickstart.tiny_model import save_model, save_tokenizer
 from ostinato_trainer.sft import sft_batch
