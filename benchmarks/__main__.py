@@ -8,6 +8,7 @@ NOT_BENCHMARKS = {
     "__init__",
     "__main__",
     "agent_loop_peer",
+    "dataset_peer",
     "makespan_replica",
     "peers",
     "matrix_script",
