@@ -14,10 +14,11 @@ from ostinato_engines.transformers_server import TransformersServer
 from ostinato_rollout import Failure, FailureKind
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.config import ActorConfig, ActorRolloutRefConfig, Config, RolloutConfig
+from ostinato_trainer.config_loading import load_config
 from ostinato_trainer.local_backend import LocalBackend
 from ostinato_trainer.log_prob_gap import LogProbGapWatch, fresh_tokens, log_prob_gap
 from ostinato_trainer.quickstart.tiny_model import save_model, save_tokenizer
-from ostinato_trainer.segments import segments_of
+from ostinato_trainer.segments import Segment, segments_of
 
 
 def test_the_gap_by_hand():
@@ -41,6 +42,14 @@ def test_the_gap_at_the_edges():
     assert "training/rollout_actor_probs_pearson_corr" not in log_prob_gap(same[:1], same[:1], mask[:1])
     apart = log_prob_gap(torch.tensor([-1000.0, -1.0]), torch.tensor([-0.1, -1.0]), mask)
     assert all(math.isfinite(value) for value in apart.values())
+
+
+def test_the_engine_s_own_word_is_not_compared_with_itself():
+    """Where old_log_probs are the engine's (bypass_mode) there is no gap to measure, instead of one of 0."""
+    config = load_config([], ["algorithm.rollout_correction.bypass_mode=true"])
+    batch = Batch.from_segments([Segment([1], [2], [1], [-1.0], "g", "t", 1.0)])
+    batch = batch.with_columns(old_log_probs=batch.rollout_log_probs)
+    assert LogProbGapWatch(config).observe(batch, [], policy_version=0) == {}
 
 
 def segment(*versions, prompt=2, failed=False):

@@ -99,6 +99,7 @@ class LogProbGapWatch:
     def __init__(self, config: Config) -> None:
         self._sampling = _unlike_the_policy(config)
         self._dtype = config.actor_rollout_ref.actor.dtype
+        self._bypassed = config.algorithm.rollout_correction.bypass_mode
         self._said: set[str] = set()
 
     def observe(self, batch: Batch, trajectories: Sequence[Trajectory], policy_version: int) -> dict[str, float]:
@@ -108,11 +109,11 @@ class LogProbGapWatch:
         `training/off_policy` and the rollout correction speak of.
 
         Args:
-            batch: With `old_log_probs`; without, there is nothing to compare.
+            batch: With `old_log_probs`; without, or where they are the engine's own (`bypass_mode`), there is nothing to compare.
             trajectories: See `fresh_tokens`.
             policy_version: Of the policy that `old_log_probs` are of.
         """
-        if batch.old_log_probs is None:
+        if batch.old_log_probs is None or self._bypassed:
             return {}
         metrics = log_prob_gap(batch.rollout_log_probs, batch.old_log_probs, batch.loss_mask)
         fresh = fresh_tokens(batch, trajectories, policy_version)

@@ -101,7 +101,11 @@ class PPOTrainer:
             **rollout.metrics,
             **step_metrics(batch, rollout.trajectories, max_prompt_length=config.data.max_prompt_length),
             **staleness_metrics(rollout.trajectories, policy_version=self.step - 1),
-            **self._gap_watch.observe(batch, rollout.trajectories, policy_version=self.step - 1),
+            **self._gap_watch.observe(
+                sampled.with_columns(old_log_probs=batch.old_log_probs),  # with what the rollout correction rejected
+                rollout.trajectories,
+                policy_version=self.step - 1,
+            ),
             **metrics,
             "training/epoch": parts.sampling.epoch,
         }
