@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ostinato_trainer.advantages import with_advantages
     from ostinato_trainer.assembly import run_training
     from ostinato_trainer.batch import Batch
+    from ostinato_trainer.callbacks import TrainerCallback
     from ostinato_trainer.config import Config
     from ostinato_trainer.config_loading import load_config
     from ostinato_trainer.dataset import RLHFDataset
@@ -28,6 +29,7 @@ __all__ = [
     "RLHFDataset",
     "RewardManager",
     "Segment",
+    "TrainerCallback",
     "TrainerError",
     "load_config",
     "run_training",
@@ -41,6 +43,7 @@ _HOMES = {
     "RLHFDataset": "dataset",
     "RewardManager": "rewards",
     "Segment": "segments",
+    "TrainerCallback": "callbacks",
     "TrainerError": "errors",
     "load_config": "config_loading",
     "run_training": "assembly",
