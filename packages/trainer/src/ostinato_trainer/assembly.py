@@ -63,6 +63,7 @@ def run_training(config: Config, *, on_step: Callable[[int, Mapping[str, float]]
     """
     check_runnable(config)
     check_model_folder(str(config.actor_rollout_ref.model.path))
+    lora_options(config.actor_rollout_ref.model, seed=config.trainer.seed)  # an extra that is missing is told at once
     if config.critic.model.path is not None and needs_critic(config.algorithm.adv_estimator):
         check_model_folder(config.critic.model.path, key="critic.model")
         check_same_tokenizer(str(config.actor_rollout_ref.model.path), config.critic.model.path)
@@ -194,6 +195,7 @@ def backend_options(config: Config, total_steps: int) -> LocalBackendOptions:
         keep_reference=actor.use_kl_loss or config.algorithm.use_kl_in_reward,
         max_tokens_per_forward=actor.ppo_max_token_len_per_gpu,
         use_remove_padding=config.actor_rollout_ref.model.use_remove_padding,
+        use_torch_compile=actor.use_torch_compile,
         lora=lora_options(config.actor_rollout_ref.model, seed=config.trainer.seed),
     )
 

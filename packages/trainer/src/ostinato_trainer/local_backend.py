@@ -38,8 +38,8 @@ class LocalBackendOptions(AdamWOptions, frozen=True, forbid_unknown_fields=True,
     device: str = "auto"
     """Resolved by `ostinato_engines.device.pick_device`."""
     dtype: str = "float32"
-    """What the model computes in. With bfloat16 the weights and moments stay float32: 8 bits of mantissa would
-    swallow small steps. float64 is for verification."""
+    """What the model computes in. With bfloat16 the weights, their gradients' sums and moments stay float32: 8 bits of mantissa
+    would swallow small steps. float64 is for verification."""
     keep_reference: bool = False
     """Keep the model as it is at construction, the reference of a KL term: a frozen copy, or with adapters the model without them."""
     lora: LoraOptions | None = None
@@ -48,6 +48,8 @@ class LocalBackendOptions(AdamWOptions, frozen=True, forbid_unknown_fields=True,
     """Tokens of one forward pass in `log_probs`, which needs no gradient; a longer sequence goes alone."""
     use_remove_padding: bool = True
     """Pack sequences into one row where the model's attention can; false pads them."""
+    use_torch_compile: bool = False
+    """Let torch.compile fuse the model's layers and what happens to logits."""
 
     def check(self) -> None:
         """Raises BackendError where a value is out of range."""
@@ -112,7 +114,12 @@ class LocalBackend:
         return cls(model, options, tokenizer_source=path)
 
     def _wrapped(self, model: Any) -> CausalLM:
-        return CausalLM(model, autocast=self.options.autocast, remove_padding=self.options.use_remove_padding)
+        return CausalLM(
+            model,
+            autocast=self.options.autocast,
+            remove_padding=self.options.use_remove_padding,
+            compiled=self.options.use_torch_compile,
+        )
 
     @property
     def model(self) -> Any:
@@ -188,13 +195,13 @@ class LocalBackend:
         return result
 
     def values(self, batch: Batch) -> Tensor:
-        """Refused: there is no critic in this version.
+        """Refused: a policy has no values; `LocalCritic` has.
 
         Raises:
             BackendError: always.
         """
         raise BackendError(
-            "values must come from a critic, which this version does not have; use adv_estimator=grpo or rloo"
+            "values must come from a critic, got a policy's backend; ask LocalCritic, or use adv_estimator=grpo or rloo"
         )
 
     def optimizer_step(self) -> OptimizerStats:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -54,9 +55,17 @@ class LoraOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 def lora_options(model: ModelConfig, *, seed: int) -> LoraOptions | None:
-    """What a configuration asks for; None where all weights are trained."""
+    """What a configuration asks for; None where all weights are trained.
+
+    Raises:
+        MissingExtraError: It asks for adapters and peft is not installed.
+    """
     if not model.lora_rank and model.lora_adapter_path is None:
         return None
+    if find_spec("peft") is None:
+        raise MissingExtraError(
+            f"peft must be installed for {_KEY}.lora_rank; run: pip install 'ostinato-trainer[lora]'"
+        )
     return LoraOptions(
         rank=model.lora_rank,
         alpha=model.lora_alpha,
@@ -75,7 +84,7 @@ class LoraAdapters:
         options: See `LoraOptions`.
 
     Raises:
-        MissingExtraError: peft is not installed.
+        ImportError: peft is not installed; `lora_options` says so before.
         BackendError: no such modules, or modules that cannot have adapters; the message lists those that can.
         CheckpointError: `adapter_path` holds no adapters, or those of another model.
     """
@@ -164,12 +173,8 @@ class LoraAdapters:
 
 
 def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise MissingExtraError(
-            f"peft must be installed for {_KEY}.lora_rank; pip install 'ostinato-trainer[lora]'"
-        ) from error
+    import peft
+
     return peft
 
 
@@ -191,7 +196,7 @@ def _new_config(model: Any, options: LoraOptions) -> Any:
         )
     return _peft().LoraConfig(
         r=options.rank,
-        lora_alpha=options.alpha,
+        lora_alpha=int(options.alpha) if float(options.alpha).is_integer() else options.alpha,
         target_modules=targets if isinstance(targets, str) else list(targets),
         exclude_modules=excluded if excluded is None or isinstance(excluded, str) else list(excluded),
         lora_dropout=0.0,

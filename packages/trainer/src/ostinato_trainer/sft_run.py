@@ -112,6 +112,7 @@ def check_sft(config: SftConfig, written: Collection[str] = ()) -> None:
     if problems:
         raise ConfigError(problems_text(problems))
     check_model_folder(str(config.model.path), key="model")
+    lora_options(config.model, seed=config.trainer.seed)  # an extra that is missing is told at once
     no_adapters = not config.model.lora_rank and config.model.lora_adapter_path is None
     rules = (
         (no_adapters, "model.lora_rank is 0", ("lora_alpha", "target_modules", "exclude_modules"), "model"),
@@ -151,6 +152,12 @@ def _read(
 
 def _settings(config: SftConfig, *, num_conversations: int) -> SftSettings:
     batch_size = min(config.data.train_batch_size, num_conversations)
+    if batch_size < config.data.train_batch_size:
+        _logger.warning(
+            "data.train_batch_size is %d, and there are %d conversations: every step takes them all",
+            config.data.train_batch_size,
+            num_conversations,
+        )
     optim = config.optim
     return SftSettings(
         steps=config.trainer.total_training_steps
