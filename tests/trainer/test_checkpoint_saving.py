@@ -150,6 +150,26 @@ async def test_an_interrupted_run_finishes_a_checkpoint_that_is_nearly_there(tmp
         assert manager.steps() == [1]
 
 
+async def test_the_last_checkpoint_survives_an_interrupt_of_the_wait_for_it(tmp_path: Path) -> None:
+    """Ctrl-C after the last step, while nothing but its checkpoint is waited for: it is complete."""
+    gate, has_ended = threading.Event(), asyncio.Event()
+    with CheckpointManager(tmp_path) as manager:
+
+        async def run() -> None:
+            async with checkpoints(manager, CopyingBackend("word", gate), Counter()) as saving:
+                await saving.save(1, {})
+                has_ended.set()
+
+        running = asyncio.ensure_future(run())
+        await has_ended.wait()
+        running.cancel()
+        await asyncio.sleep(0)
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert manager.steps() == [1]
+
+
 async def test_an_interrupted_run_leaves_one_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while a disk does not answer: the run ends, and nothing of the checkpoint is left or appears later."""
     gate = threading.Event()

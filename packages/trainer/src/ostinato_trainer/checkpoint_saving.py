@@ -6,6 +6,7 @@ Invariant: a checkpoint is of one moment between two steps, whatever the run doe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -33,6 +34,8 @@ _POLICY: Final = "actor"
 _CRITIC: Final = "critic"
 _GRACE_S: Final = 10.0
 """How long an interrupted run waits for the checkpoint that is being written."""
+_GRACE_AFTER_ERROR_S: Final = 300.0
+"""The same for one that failed, since the error should be told soon."""
 
 
 class _Saves(Protocol):
@@ -103,7 +106,7 @@ class RunCheckpoints:
         """Wait for the checkpoint that is being written; an interrupted run does so for a moment only."""
         is_interrupted = kind is not None and not issubclass(kind, Exception)
         try:
-            await self._thread.finish(_GRACE_S if is_interrupted else None)
+            await self._settle(_GRACE_S if is_interrupted else None if kind is None else _GRACE_AFTER_ERROR_S)
         except CheckpointError as failure:
             if kind is None:
                 raise
@@ -111,6 +114,14 @@ class RunCheckpoints:
         finally:
             if self._thread.is_busy:
                 self._manager.abandon()
+
+    async def _settle(self, deadline_s: float | None) -> None:
+        try:
+            await self._thread.finish(deadline_s)
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            with contextlib.suppress(CheckpointError):  # the interrupt says what is to be said
+                await self._thread.finish(_GRACE_S)
+            raise
 
     def _look_for_best(self, step: int, metrics: Mapping[str, float]) -> None:
         wanted = self._config.trainer.best_metric
