@@ -302,6 +302,8 @@ def test_what_an_estimator_needs_is_known_and_asked_for():
     batch = Batch.from_segments([segment("a", 1.0)])
     with pytest.raises(BatchError, match="values must be set for gae"):
         with_advantages(batch, "gae")
+    with pytest.raises(BatchError, match="values must be finite, got nan; the critic has diverged"):
+        with_advantages(batch.with_columns(values=torch.full((3,), math.nan)), "gae")
     with pytest.raises(BatchError, match="baselines must be set for remax"):
         with_advantages(batch, "remax")
 

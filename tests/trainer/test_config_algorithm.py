@@ -67,6 +67,12 @@ def test_wrong_rules_are_refused_when_the_configuration_is_loaded(rule, threshol
         load_config([], [f'{CORRECTION}.rollout_rs="{rule}"', f"{CORRECTION}.rollout_rs_threshold={text}"])
 
 
+def test_a_loss_type_of_the_correction_is_told_where_losses_are_chosen():
+    """rollout_correction.loss_type, as others have it, names the key of the loss."""
+    with pytest.raises(ConfigError, match=rf"the loss is {ACTOR}\.policy_loss\.loss_mode"):
+        load_config([], [f"{CORRECTION}.loss_type=reinforce"])
+
+
 def test_bypassing_and_correcting_exclude_each_other():
     """Weights and rejection need the pass that bypass_mode leaves out."""
     for key in ("rollout_is=token", "rollout_rs=token_k1"):

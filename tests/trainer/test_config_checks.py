@@ -11,6 +11,7 @@ from ostinato_trainer.config_checks import check_runnable
 from ostinato_trainer.config_loading import load_config
 from ostinato_trainer.errors import ConfigError
 
+ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 RUNNABLE = ["actor_rollout_ref.model.path=m", "data.train_files=a.parquet", f"{ROLLOUT}.n=4"]
 
@@ -40,7 +41,10 @@ def test_the_defaults_alone_name_what_is_missing() -> None:
         ("trainer.n_gpus_per_node=8", "write trainer.n_gpus_per_node=1"),
         ("trainer.test_freq=5", "write data.val_files=PATH"),
         ("algorithm.adv_estimator=gpro", "algorithm.adv_estimator: adv_estimator must be one of gae, gpg, grpo, "),
-        (f"{ACTOR}.policy_loss.loss_mode=ppo", "loss_mode: policy loss must be one of cispo, gpg, gspo, sapo, vanilla, got 'ppo'"),
+        (
+            f"{ACTOR}.policy_loss.loss_mode=ppo",
+            "loss_mode: policy loss must be one of cispo, gpg, gspo, sapo, vanilla, got 'ppo'",
+        ),
     ],
 )
 def test_what_this_version_lacks_is_refused_with_the_cure(override: str, cure: str) -> None:

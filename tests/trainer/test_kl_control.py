@@ -57,6 +57,13 @@ def test_what_is_missing_is_named():
             with_kl_in_reward(batch().with_columns(**{column: None}), "k1", 0.1)
 
 
+def test_a_divergence_that_is_not_finite_is_named():
+    """A reference or policy that gives NaN on a trained token is said as such, not as a reward that is wrong."""
+    broken = batch().with_columns(ref_log_probs=torch.full((11,), math.nan))
+    with pytest.raises(BatchError, match="divergence from the reference must be finite, got nan"):
+        with_kl_in_reward(broken, "k1", 0.1)
+
+
 def test_a_fixed_weight_stays():
     """Whatever the divergence, and also where a state of another weight is loaded."""
     controller = KLController(KLControlConfig(kl_coef=0.02))

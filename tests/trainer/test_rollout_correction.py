@@ -258,6 +258,20 @@ def test_the_sampler_s_own_log_probabilities_say_where_they_are_unknown():
     assert num_unknown == 1
 
 
+def test_a_policy_that_gives_nan_is_not_hidden():
+    """A log-probability of the policy that is NaN is neither rejected nor weighted away: it reaches the loss, whose step is then skipped."""
+    batch = batch_of([[[(1, math.nan, -1.0), (1, -1.0, -1.0)]]])
+    for config in (
+        RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold=2.0),
+        RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold="0.5_2.0"),
+    ):
+        corrected, metrics = correct_rollout(batch, config)
+        assert corrected.loss_mask.tolist() == [False, True, True]
+        assert math.isnan(metrics["rollout_corr/kl"])
+        if corrected.rollout_is_weights is not None:
+            assert math.isnan(corrected.rollout_is_weights[1])
+
+
 def test_the_policy_s_log_probabilities_are_needed():
     """Without old_log_probs there is no ratio."""
     with pytest.raises(BatchError, match="old_log_probs must be set"):

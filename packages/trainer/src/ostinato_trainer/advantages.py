@@ -209,9 +209,14 @@ def _gae_of_batch(batch: Batch, options: AdvantageOptions) -> Estimate:
     if batch.values is None:
         raise BatchError("values must be set for gae, got None; ask the critic for them")
     order = chain_order(batch)
+    values = batch.values[order]
+    if not bool(torch.isfinite(values).all()):
+        raise BatchError(
+            f"values must be finite, got {values[~torch.isfinite(values)][0].item()}; the critic has diverged, lower critic.optim.lr"
+        )
     advantages, returns = gae(
         token_rewards_of(batch)[order],
-        batch.values[order],
+        values,
         batch.token_trajectory[order],
         gamma=options.gamma,
         lam=options.lam,

@@ -241,7 +241,6 @@ UNREAD_NAMES: Final[dict[str, str]] = {
         f"how often gradients add up follows from {_ACTOR}.ppo_mini_batch_size and {_ACTOR}.ppo_micro_batch_size_per_gpu"
     ),
     "gradient_checkpointing": "the backend does not recompute activations",
-    "use_torch_compile": "the backend does not compile the model",
     "attn_implementation": "transformers chooses the attention",
     "flash_attn": "transformers chooses the attention",
     "ulysses_sequence_parallel_size": _ONE_DEVICE,
@@ -280,6 +279,9 @@ UNREAD_NAMES: Final[dict[str, str]] = {
 """Last name of a key that is known in the field but has no reader here -> why."""
 
 UNREAD_SECTIONS: Final[dict[str, str]] = {
+    "algorithm.rollout_correction.loss_type": (
+        f"the loss is {_ACTOR}.policy_loss.loss_mode, where ppo_clip is called vanilla and reinforce gpg"
+    ),
     "data.sampler": "the order of rows is set by data.shuffle and data.seed; data.custom_cls may give out other rows",
     "data.datagen": "rows come from files; data.custom_cls may make them",
     "critic.enable": "a critic is trained exactly where algorithm.adv_estimator needs values",

@@ -86,13 +86,18 @@ def with_kl_in_reward(batch: Batch, kind: KLKind | str, coef: float) -> tuple[Ba
         The batch, and the divergence: the mean over trajectories of their mean a token; 0 where nothing is trained on.
 
     Raises:
-        BatchError: a column is missing.
+        BatchError: a column is missing, or the divergence of a trained token is not finite.
     """
     if batch.old_log_probs is None or batch.ref_log_probs is None:
         missing = "old_log_probs" if batch.old_log_probs is None else "ref_log_probs"
         raise BatchError(f"{missing} must be set where the divergence is in the reward, got None; compute them first")
     policy, reference = batch.old_log_probs.to(torch.float64), batch.ref_log_probs.to(torch.float64)
     divergence = torch.where(batch.loss_mask, kl_estimate(policy, reference, kind), 0.0)
+    if not bool(torch.isfinite(divergence).all()):
+        raise BatchError(
+            f"divergence from the reference must be finite, got {divergence[~torch.isfinite(divergence)][0].item()}; "
+            "policy or reference gives log-probabilities that are not: lower the learning rate, or go back to an earlier checkpoint"
+        )
     counted = batch.trajectory_loss_tokens > 0
     sums = torch.zeros_like(batch.rewards).index_add(0, batch.token_trajectory, divergence)
     means = sums[counted] / batch.trajectory_loss_tokens[counted]

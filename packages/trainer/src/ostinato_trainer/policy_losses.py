@@ -129,10 +129,10 @@ def gspo(
         trajectory: int64 [T]; the trajectory of each token.
     """
     log_ratio = log_probs - old_log_probs
-    counted = torch.where(loss_mask, log_ratio.detach(), 0.0).to(torch.float64)
+    counted = torch.where(loss_mask, log_ratio.detach(), 0.0)
     blank = counted.new_zeros(int(trajectory.max()) + 1 if len(trajectory) else 0)
-    lengths = blank.index_add(0, trajectory, loss_mask.to(torch.float64)).clamp(min=1)
-    means = (blank.index_add(0, trajectory, counted) / lengths)[trajectory].to(log_probs.dtype)
+    lengths = blank.index_add(0, trajectory, loss_mask.to(counted.dtype)).clamp(min=1)
+    means = (blank.index_add(0, trajectory, counted) / lengths)[trajectory]
     ratio = (log_probs - log_probs.detach() + means).clamp(max=_MAX_SEQUENCE_LOG_RATIO).exp()
     plain, bounded = _surrogates(ratio, advantages, options)
     return TokenLosses(

@@ -192,9 +192,11 @@ def _kept(tokens: _KnownTokens, rejections: tuple[Rejection, ...]) -> tuple[Tens
         value = _divergence(tokens.log_ratio, rule.kind)
         if rule.level != "token":
             value = {"seq_sum": tokens.sum, "seq_mean": tokens.mean, "seq_max": tokens.max}[rule.level](value)
-        passes = value <= (rule.upper if rule.lower is None else math.log(rule.upper))
+        passes = ~(
+            value > (rule.upper if rule.lower is None else math.log(rule.upper))
+        )  # what is NaN stays and shows in the loss
         if rule.lower is not None:
-            passes &= value >= math.log(rule.lower)
+            passes &= ~(value < math.log(rule.lower))
         if rule.level != "token":
             passes = passes[tokens.trajectory]
         kept &= passes
