@@ -168,7 +168,6 @@ RENAMED_NAMES: Final[dict[str, str]] = {
     "resume_from_checkpoint": "trainer.resume_from_path",
     "resume_path": "trainer.resume_from_path",
     "load_path": "trainer.resume_from_path",
-    "async_save": "trainer.async_save",
     "num_gpus": "trainer.n_gpus_per_node",
     "num_nodes": "trainer.nnodes",
     "loss_type": f"{_ACTOR}.loss_agg_mode",
