@@ -273,6 +273,42 @@ def test_metrics_merge_by_sum_and_by_extreme():
     assert metrics == {"tokens": 12.0, "tokens_max": 9.0, "tokens_min": 3.0}
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_layout_split_and_order_change_gradients_within_rounding(dtype):
+    """Packed or padded, whole or split, in any order: one gradient, to 1e-12 in float64, 1e-5 in float32 and 3e-2 in bfloat16, relative."""
+    bound = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2}[dtype]
+    weighted = with_loss_weights(make_batch(), "token-mean")
+    reversed_order = weighted.select(list(range(weighted.num_sequences))[::-1])
+    found = []
+    for packed in (True, False):
+        backend = make_backend(dtype=dtype, use_remove_padding=packed)
+        assert backend.pads_sequences is not packed
+        for parts in (
+            [weighted],
+            [reversed_order],
+            weighted.split_by_tokens(16, padded=False),
+            weighted.split_by_count(1),
+        ):
+            backend.forward_backward(parts, sft_loss, temperature=0.9)
+            found.append(torch.cat([gradient.double().flatten() for gradient in gradients(backend).values()]))
+            backend.model.zero_grad(set_to_none=True)
+    for gradient in found[1:]:
+        assert (gradient - found[0]).norm() <= bound * found[0].norm()
+
+
+def test_bfloat16_gradients_add_up_in_float32():
+    """The sum of many micro-batches' gradients is float32: forty equal ones give forty times one, not what 8 bits can hold."""
+    backend = make_backend(dtype="bfloat16")
+    weighted = with_loss_weights(make_batch(), "token-mean")
+    backend.forward_backward([weighted], sft_loss)
+    once = gradients(backend)
+    backend.model.zero_grad(set_to_none=True)
+    backend.forward_backward([weighted] * 40, sft_loss)
+    for name, gradient in gradients(backend).items():
+        assert gradient.dtype == torch.float32
+        assert torch.allclose(gradient, 40 * once[name], rtol=1e-5, atol=1e-6 * float(once[name].abs().max()))
+
+
 def test_bfloat16_keeps_float32_weights():
     """bfloat16 computes in 16 bits near the float32 result, while weights stay float32, so that a tiny step is not lost."""
     half, full, batch = make_backend(dtype="bfloat16", lr=1e-6), make_backend(lr=1e-6), make_batch()

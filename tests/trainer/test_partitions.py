@@ -9,6 +9,7 @@ from ostinato_trainer.partitions import (
     chunks_by_count,
     chunks_by_padded_tokens,
     chunks_by_tokens,
+    cost_of,
     chunks_of_owners,
     even_chunks,
 )
@@ -56,6 +57,25 @@ def test_unpadded_chunks_keep_the_budget_and_are_few(lengths, budget):
     assert sorted(place for chunk in chunks for place in chunk) == list(range(len(lengths)))
     assert max(sum(lengths[place] for place in chunk) for chunk in chunks) <= budget
     assert len(chunks) <= 2 * -(-sum(lengths) // budget) + 1
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 30_000), min_size=2, max_size=40), st.integers(30_000, 200_000))
+def test_costs_are_balanced_within_the_longest(lengths, budget):
+    """No micro-batch costs more than another by more than one sequence's cost, where costs could be balanced; or else their tokens are."""
+    chunks = chunks_by_tokens(lengths, budget)
+    for weight in (cost_of, float):
+        totals = [sum(weight(lengths[place]) for place in chunk) for chunk in chunks]
+        if max(totals) - min(totals) <= max(map(weight, lengths)) + 1e-6:
+            return
+    pytest.fail(f"neither costs nor tokens are balanced: {[[lengths[place] for place in chunk] for chunk in chunks]}")
+
+
+def test_a_long_sequence_gets_less_company():
+    """One of 30,000 tokens and thirty of 2,000 in two micro-batches: the long one stands with fewer than half of all tokens."""
+    lengths = [30_000, *[2_000] * 30]
+    first, second = sorted(chunks_by_tokens(lengths, 60_000), key=lambda chunk: 0 not in chunk)
+    assert sum(lengths[place] for place in first) < sum(lengths[place] for place in second)
 
 
 def test_padded_chunks_are_evened_out():

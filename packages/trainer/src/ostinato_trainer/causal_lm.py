@@ -41,12 +41,20 @@ class CausalLM:
     """Wraps a model in evaluation mode (no dropout, so that old and new log-probabilities are those of one
     function)."""
 
-    def __init__(self, model: Any, *, autocast: torch.dtype | None = None, remove_padding: bool = True) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        autocast: torch.dtype | None = None,
+        remove_padding: bool = True,
+        compiled: bool = False,
+    ) -> None:
         """
         Args:
             model: A `transformers` causal language model, on its device.
             autocast: Type to compute in where it is not the parameters' own.
             remove_padding: Pack sequences where the model can; see `FlatModel`.
+            compiled: Let torch.compile fuse the layers, and what happens to logits.
         """
         self.model: nn.Module = model.eval()
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
@@ -54,10 +62,13 @@ class CausalLM:
         self._head: nn.Module | None = model.get_output_embeddings()
         self._backbone: nn.Module = model.base_model
         self._chunked = self._head is not None and self._backbone is not model and self._head_is_all()
-        self._flat = (
-            FlatModel(self._backbone, remove_padding=remove_padding)
-            if self._chunked
-            else FlatModel(model, output="logits", remove_padding=remove_padding)
+        self._compiled = compiled
+        self._flat = FlatModel(
+            self._backbone if self._chunked else model,
+            output="last_hidden_state" if self._chunked else "logits",
+            remove_padding=remove_padding,
+            compute_dtype=autocast,
+            compiled=compiled,
         )
 
     @property
@@ -89,14 +100,16 @@ class CausalLM:
             Vectors [T], 0 without a gradient where not wanted; the second is None where it was not asked for.
         """
         tokens = wanted.nonzero().squeeze(-1)
+        states = self._states_before(batch, tokens)
         with self._precision():
             chosen, spread = chosen_log_probs(
-                self._states_before(batch, tokens),
+                states,
                 batch.token_ids[tokens],
-                self._logits_of_states,
+                self._head if self._chunked and self._head is not None else _as_it_is,
                 vocab_size=self.vocab_size,
                 temperature=temperature,
                 entropy=entropy,
+                compiled=self._compiled,
             )
         blank = chosen.new_zeros(batch.num_tokens)
         return blank.index_copy(0, tokens, chosen), None if spread is None else blank.index_copy(0, tokens, spread)
@@ -111,8 +124,7 @@ class CausalLM:
             raise BackendError(
                 f"the model must expose its hidden states, got {type(self.model).__name__}, which does not; use another"
             )
-        with self._precision():
-            return self._states_before(batch, wanted.nonzero().squeeze(-1))
+        return self._states_before(batch, wanted.nonzero().squeeze(-1))
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Parameters (tied ones once) and persistent buffers by name, in the model's order."""
@@ -157,9 +169,6 @@ class CausalLM:
         """[S, hidden]: the states from which the tokens at the flat positions `tokens` (int64 [S]) are predicted."""
         return self._flat(batch).index_select(0, tokens - 1)
 
-    def _logits_of_states(self, states: Tensor) -> Tensor:
-        return self._head(states) if self._chunked and self._head is not None else states
-
     def _head_is_all(self) -> bool:
         """Whether the logits are the output layer's and nothing more: some models scale or cap them afterwards."""
         probe = torch.arange(min(4, self.vocab_size), device=self.device).unsqueeze(0)
@@ -177,6 +186,10 @@ class CausalLM:
         if not alike:
             _logger.warning("The model changes its logits after the output layer; whole logits are kept in memory")
         return alike
+
+
+def _as_it_is(logits: Tensor) -> Tensor:
+    return logits
 
 
 def load_causal_lm(

@@ -70,6 +70,8 @@ class ActorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Training backend; local means one process and one device."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What the model computes in; weights and moments are kept in float32."""
+    use_torch_compile: bool = False
+    """Let torch.compile fuse the model's layers: minutes at the start, faster steps on a GPU."""
     optim: OptimConfig = OptimConfig()
     """The optimizer."""
     grad_clip: Annotated[float, Meta(gt=0)] = 1.0

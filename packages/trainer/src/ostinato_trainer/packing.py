@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 
 from ostinato_engines.device import CUDA
@@ -57,20 +58,33 @@ class Layout(StrEnum):
 class FlatModel:
     """Runs a model over batches that lie on its device."""
 
-    def __init__(self, model: Any, *, output: str = "last_hidden_state", remove_padding: bool = True) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        output: str = "last_hidden_state",
+        remove_padding: bool = True,
+        compute_dtype: torch.dtype | None = None,
+        compiled: bool = False,
+    ) -> None:
         """
         Args:
             model: A `transformers` model in evaluation mode, on its device. Where it can be packed, its attention implementation
                 is set to `PACKED_ATTENTION`, which does what `sdpa` does for any other caller.
             output: Which of its outputs is asked for, [rows, columns, width].
             remove_padding: Pack where the model can; false pads always.
+            compute_dtype: What to compute in, where it is not the parameters' own type: their copies in it are made for each pass, and
+                gradients come back, and add up, in the parameters' type.
+            compiled: Let torch.compile fuse each of the model's layers.
         """
-        self._model, self._output = model, output
+        self._model, self._output, self._compute_dtype = model, output, compute_dtype
         self.layout = Layout.PADDED
         self.reason = "use_remove_padding is false"
         """Why the layout is what it is."""
         if remove_padding:
             self._pack_if_possible()
+        if compiled:
+            _compile_layers(model)
         _logger.info("%s runs %s: %s", type(model).__name__, self.layout, self.reason)
 
     def __call__(self, batch: Batch) -> Tensor:
@@ -81,7 +95,7 @@ class FlatModel:
         starts = batch.cu_seqlens.to(torch.int32)
         longest = int(batch.sequence_lengths.max())
         with _as_packed():
-            outputs = self._model(
+            outputs = self._call(
                 input_ids=batch.token_ids.unsqueeze(0),
                 position_ids=_positions(batch).unsqueeze(0),
                 use_cache=False,
@@ -102,10 +116,31 @@ class FlatModel:
         position_ids = torch.arange(input_ids.shape[1], device=rows.device).repeat(batch.num_sequences, 1)
         if batch.position_ids is not None:
             position_ids[rows, columns] = batch.position_ids
-        outputs = self._model(
+        outputs = self._call(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
         )
         return getattr(outputs, self._output)[rows, columns]
+
+    def _difference(self, batch: Batch) -> str | None:
+        """Says how packed and padded answers differ, in the parameters' type and in that of the computation; leaves the model packed."""
+        compute, before = self._compute_dtype, self._model.config._attn_implementation
+        found = None
+        try:
+            for self._compute_dtype in dict.fromkeys((None, compute)):
+                with torch.no_grad():
+                    self._model.set_attn_implementation(before)
+                    expected = self._padded(batch)
+                    self._model.set_attn_implementation(PACKED_ATTENTION)
+                    found = found or _difference(expected, self._packed(batch))
+        finally:
+            self._compute_dtype = compute
+        return found
+
+    def _call(self, **inputs: Any) -> Any:
+        if self._compute_dtype is None:
+            return self._model(**inputs)
+        copies = {name: parameter.to(self._compute_dtype) for name, parameter in self._model.named_parameters()}
+        return functional_call(self._model, copies, kwargs=inputs)
 
     def _pack_if_possible(self) -> None:
         """Sets the layout and the reason; leaves the model as it was where it stays padded."""
@@ -115,10 +150,7 @@ class FlatModel:
             _register()
             batch = _probe_batch(self._model)
             try:
-                with torch.no_grad():
-                    expected = self._padded(batch)
-                    self._model.set_attn_implementation(PACKED_ATTENTION)
-                    obstacle = _difference(expected, self._packed(batch))
+                obstacle = self._difference(batch)
             except (
                 Exception
             ) as error:  # models are foreign code: whatever keeps one from being packed is the reason why it is padded
@@ -265,6 +297,15 @@ def _as_packed() -> Iterator[None]:
         yield
     finally:
         _packing.reset(token)
+
+
+def _compile_layers(model: nn.Module) -> None:
+    """Compiles each layer by itself: layers are alike, so one of them is compiled for all."""
+    for stack in model.modules():
+        if isinstance(stack, nn.ModuleList) and len({type(layer) for layer in stack}) == 1:
+            for layer in stack:
+                layer.compile()
+            return
 
 
 def _places(batch: Batch) -> Tensor:
