@@ -164,7 +164,7 @@ def test_several_problems_come_in_one_message() -> None:
         ("data.seed=x", "data.seed must be int | null, got 'x'"),
         ("trainer.seed=null", "trainer.seed must be int, got null"),
         ("trainer.logger=console", "write trainer.logger=[console]"),
-        ("trainer.logger=[paper]", "console | jsonl | mlflow"),
+        ("trainer.logger=[paper]", "console | jsonl | tensorboard | mlflow | wandb | trackio"),
         ("data.max_prompt_length=0", "data.max_prompt_length must be int >= 1, got 0"),
         ("data.shuffle=1", "data.shuffle must be bool, got 1"),
         ("data.truncation=up", "error | left | right | middle"),
