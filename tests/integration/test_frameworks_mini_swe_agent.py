@@ -9,6 +9,8 @@ import pytest
 from ostinato_agent_loop import GatewayConfig, TrajectoryEnd
 from ostinato_rollout import FailureKind
 
+pytestmark = pytest.mark.slow  # each trajectory starts a heavy program
+
 TASK = {
     "task": "add(2, 3) in adder.py must be 5, and is -1.",
     "files": {"adder.py": "def add(a, b):\n    return a - b\n"},

@@ -14,6 +14,8 @@ import pytest
 from ostinato_agent_loop import GatewayConfig
 from ostinato_rollout import FailureKind
 
+pytestmark = pytest.mark.slow  # each trajectory starts a heavy program
+
 SERVER = """
 import importlib, sys
 from pathlib import Path

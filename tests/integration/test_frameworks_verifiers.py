@@ -12,6 +12,8 @@ import pytest
 from ostinato_agent_loop import GatewayConfig, TrajectoryEnd
 from ostinato_rollout import FailureKind
 
+pytestmark = pytest.mark.slow  # each trajectory starts a heavy program
+
 TASKSET = '''
 import openai
 import verifiers.v1 as vf
