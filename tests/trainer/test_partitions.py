@@ -9,8 +9,8 @@ from ostinato_trainer.partitions import (
     chunks_by_count,
     chunks_by_padded_tokens,
     chunks_by_tokens,
-    cost_of,
     chunks_of_owners,
+    cost_of,
     even_chunks,
 )
 
