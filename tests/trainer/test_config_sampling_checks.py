@@ -19,7 +19,7 @@ from ostinato_trainer.errors import ConfigError
         ),
         (("algorithm.filter_groups.enable=true",), r"filter_groups\.enable must be false while .*rollout\.n is 1"),
         (("algorithm.filter_groups.metric=seq_final_reward",), r"got seq_final_reward.*metric=score"),
-        (("trainer.watchdog.fail_after_s=10",), r"fail_after_s must be above warn_after_s, got 10 and 300"),
+        (("trainer.watchdog.fail_after_s=10",), r"fail_after_s must be above warn_after_s, got 10 and 600"),
         (("trainer.max_staleness=-1",), r"trainer\.max_staleness.*-1"),
     ],
 )

@@ -30,7 +30,7 @@ SMALL = (
     "actor_rollout_ref.rollout.n=3",
     "data.max_response_length=48",
 )
-SOON = "trainer.watchdog={warn_after_s: null, fail_after_s: 5}"
+SOON = "trainer.watchdog={warn_after_s: null, fail_after_s: 4}"
 
 
 class CallingServer(TransformersServer):
@@ -154,22 +154,34 @@ def test_a_backend_that_blocks_ends_the_run(
 
 
 @pytest.mark.parametrize(
-    ("body", "error", "message"),
+    ("event", "body", "error", "message"),
     [
-        ("time.sleep(60)", StalledError, r"in callback Mine\.on_step_end; the event loop has stood still"),
         (
+            "on_step_end",
+            "time.sleep(60)",
+            StalledError,
+            r"in callback Mine\.on_step_end; the event loop has stood still",
+        ),
+        pytest.param(
+            "on_train_end",
+            "time.sleep(60)",
+            StalledError,
+            r"in callback Mine\.on_train_end; the event loop has stood still",
+            marks=pytest.mark.slow,
+        ),
+        (
+            "on_step_end",
             "raise ValueError('no room')",
             CallbackError,
-            r"callback Mine\.on_step_end must not raise, got ValueError: no room",
+            r"Mine\.on_step_end must not raise, got ValueError: no room",
         ),
     ],
+    ids=["blocks", "blocks at the end", "raises"],
 )
 def test_a_callback_that_blocks_or_raises_ends_the_run(
-    quickstart_home: Path, tmp_path: Path, body: str, error: type[Exception], message: str
+    quickstart_home: Path, tmp_path: Path, event: str, body: str, error: type[Exception], message: str
 ) -> None:
-    """A callback that blocks the event loop, or raises, ends the run with an error that names it."""
-    path = python_file(
-        tmp_path, f"import time\nclass Mine:\n    def on_step_end(self, step, metrics):\n        {body}\n"
-    )
+    """A callback that blocks the event loop, also the last one, or raises ends the run with an error that names it."""
+    path = python_file(tmp_path, f"import time\nclass Mine:\n    def {event}(self, *arguments):\n        {body}\n")
     with pytest.raises(error, match=message):
         run(quickstart_home, tmp_path, f"trainer.callbacks=['{path}:Mine']", SOON)

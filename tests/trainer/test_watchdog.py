@@ -160,6 +160,20 @@ async def test_another_error_on_the_way_out_does_not_hide_it() -> None:
     await asyncio.sleep(0)
 
 
+async def test_one_thing_after_the_other_is_watched() -> None:
+    """A watchdog that has ended one thing watches the next one as if nothing had been."""
+    watchdog = Watchdog(FAIL)
+
+    async def wait(seconds: float) -> None:
+        async with watchdog.watching():
+            await asyncio.sleep(seconds)
+
+    for _ in range(2):
+        with pytest.raises(StalledError):
+            await wait(LONG_S)
+        await wait(0)
+
+
 async def test_its_thread_ends_with_the_run() -> None:
     """However often runs are watched, no thread stays."""
     for _ in range(5):

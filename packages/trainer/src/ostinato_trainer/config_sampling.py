@@ -23,7 +23,7 @@ class FilterGroupsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class WatchdogConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is done when nothing happens (`trainer.watchdog`). Trajectories, tools, rewards and engines have deadlines of their own."""
 
-    warn_after_s: Annotated[float, Meta(gt=0)] | None = 300.0
+    warn_after_s: Annotated[float, Meta(gt=0)] | None = 600.0
     """Seconds without progress before the log says what is waited for, since when, and where each thread is; then again after twice,
     four times as long. null: never."""
     fail_after_s: Annotated[float, Meta(gt=0)] | None = 14400.0

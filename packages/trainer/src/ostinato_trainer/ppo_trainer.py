@@ -162,4 +162,5 @@ class PPOTrainer:
             raise
         finally:
             self._thread.close()
-            self._callbacks.tell_of_the_end(self.step, error)
+            async with self._watchdog.watching():
+                self._callbacks.tell_of_the_end(self.step, error)

@@ -32,9 +32,6 @@ from ostinato_trainer.trainer_parts import Sampling
 
 __all__ = ["BatchSampling", "GroupSampling", "sampling_of"]
 
-_STREAM_OF_THE_RUN = 1
-"""A stream that lasts for the run is named, and seeded, by this step; also where the run is taken up again."""
-
 
 def sampling_of(config: Config, manager: RolloutManager, loader: PromptStream, *, total_steps: int) -> Sampling:
     """What `config` asks for, as far as the manager can do it.
@@ -126,6 +123,7 @@ class GroupSampling:
         )
         self._stream: TrajectoryStream | None = None
         self._saved: StreamState[Mapping, Trajectory] | None = None
+        self._first_step: int | None = None
         self._dropped = DropCounts()
 
     @property
@@ -163,8 +161,9 @@ class GroupSampling:
     def state_dict(self) -> dict:
         """See `Sampling`; with what has been sampled ahead, finished groups and finished trajectories of others, as base64 of msgpack."""
         state = self._saved if self._stream is None else self._stream.state()
-        stream = None if state is None or not self._max_staleness else _encoded(state)
-        return {"rows": self._rows.state_dict(), "stream": stream}
+        if state is None or not self._max_staleness:
+            return {"rows": self._rows.state_dict(), "stream": None, "first_step": None}
+        return {"rows": self._rows.state_dict(), "stream": _encoded(state), "first_step": self._first_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Sampling`.
@@ -179,11 +178,14 @@ class GroupSampling:
             )
         self._rows.load_state_dict(_part(state, "rows"))
         self._saved = None if stream is None else _decoded(stream)
+        self._first_step = state.get("first_step")
 
     def _open(self, step: int) -> TrajectoryStream:
         trainer, rollout = self._config.trainer, self._config.actor_rollout_ref.rollout
         num_good = self._config.trainer.good_per_group(rollout.n)
         is_ahead = self._max_staleness > 0
+        if self._first_step is None or not is_ahead:
+            self._first_step = step  # names the stream and its seeds, also where the run is taken up again
         options = StreamOptions(
             queue_size=None,
             in_order=True,
@@ -199,7 +201,7 @@ class GroupSampling:
             self._bounded_rows(),
             n=rollout.n,
             sampling_params=rollout.sampling_params(),
-            step=_STREAM_OF_THE_RUN if is_ahead else step,
+            step=self._first_step,
             options=options,
             keep_group=self._filter,
             state=self._saved,

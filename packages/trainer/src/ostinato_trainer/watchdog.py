@@ -70,15 +70,15 @@ class Watchdog:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Watch what is done within.
+        """Watch what is done within; one thing after the other may be.
 
         Raises:
             StalledError: Nothing happened for `fail_after_s`.
         """
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         self._thread_of_loop = threading.get_ident()
-        thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        thread.start()
+        self._done, self._error, self._last_beat = threading.Event(), None, time.monotonic()
+        threading.Thread(target=self._watch, args=(self._done,), name="watchdog", daemon=True).start()
         try:
             yield
             if self._error is not None:  # the end has come before the cancellation
@@ -99,10 +99,10 @@ class Watchdog:
         while self._task.cancelling():
             self._task.uncancel()
 
-    def _watch(self) -> None:
+    def _watch(self, done: threading.Event) -> None:
         config = self._config
         last, self._since, warn_after_s = self._progress(), time.monotonic(), config.warn_after_s
-        while not self._done.wait(self._poll_s):
+        while not done.wait(self._poll_s):
             self._ask_for_beat()
             now, progress = time.monotonic(), self._progress()
             if progress != last:
@@ -110,7 +110,7 @@ class Watchdog:
                 continue
             quiet_s = now - self._since
             if config.fail_after_s is not None and quiet_s >= config.fail_after_s:
-                self._fail(quiet_s)
+                self._fail(quiet_s, done)
                 return
             if warn_after_s is not None and quiet_s >= warn_after_s:
                 warn_after_s *= 2
@@ -162,7 +162,7 @@ class Watchdog:
         """Whether the event loop does not answer."""
         return self._still_s() > 4 * self._poll_s
 
-    def _fail(self, quiet_s: float) -> None:
+    def _fail(self, quiet_s: float, done: threading.Event) -> None:
         """End the run: by cancellation, else by an interrupt, else with the process."""
         limit_s = self._config.fail_after_s
         self._error = StalledError(
@@ -171,15 +171,15 @@ class Watchdog:
         )
         logger.error("%s\n%s", self._error, _report())
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._cancel)
-        if self._done.wait(min(_INTERRUPT_S, self._graces_s[0]) if self._is_blocked() else self._graces_s[0]):
+        self._loop.call_soon_threadsafe(self._cancel, done)
+        if done.wait(min(_INTERRUPT_S, self._graces_s[0]) if self._is_blocked() else self._graces_s[0]):
             return
         logger.error("the run was cancelled and has not ended; it is interrupted\n%s", _stacks())
-        self._interrupt()
-        if not self._done.wait(self._graces_s[1]):
+        self._interrupt(done)
+        if not done.wait(self._graces_s[1]):
             _end_process()
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, done: threading.Event) -> None:
         """As Ctrl-C; again where the event loop still stands still, since the first one may have asked for a cancellation only."""
         if self._thread_of_loop != threading.main_thread().ident or not hasattr(signal, "pthread_kill"):
             return
@@ -187,11 +187,11 @@ class Watchdog:
             asked = time.monotonic()
             self._ask_for_beat()
             signal.pthread_kill(self._thread_of_loop, signal.SIGINT)
-            if self._done.wait(_INTERRUPT_S) or self._last_beat >= asked:
+            if done.wait(_INTERRUPT_S) or self._last_beat >= asked:
                 return
 
-    def _cancel(self) -> None:
-        if self._task is not None and not self._done.is_set():
+    def _cancel(self, done: threading.Event) -> None:
+        if self._task is not None and not done.is_set():
             self._task.cancel()
 
 
