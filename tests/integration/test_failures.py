@@ -92,7 +92,7 @@ def test_the_base_trains(train: Callable[..., Ended], tmp_path: Path) -> None:
     """Without a fault the same command ends well: what the other tests see comes from the fault."""
     ended = train()
     assert ended.status == 0, ended.err
-    assert check_complete(tmp_path / "out" / "global_step_1") == 1
+    assert check_complete(tmp_path / "out" / "global_step_1").step == 1
 
 
 @pytest.mark.parametrize(
@@ -395,5 +395,5 @@ def test_a_checkpoint_that_does_not_fit_harms_no_earlier_one(
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     out = tmp_path / "out"
     assert CheckpointManager(out).latest() == out / "global_step_1"
-    assert check_complete(out / "global_step_1") == 1
+    assert check_complete(out / "global_step_1").step == 1
     assert not [path for path in out.iterdir() if path.name.startswith(".")]

@@ -259,6 +259,8 @@ UNREAD_NAMES: Final[dict[str, str]] = {
     "mm_processor_kwargs": "images are refused for now",
     "logging_steps": "every step is logged",
     "push_to_hub": "checkpoints stay in trainer.default_local_dir",
+    "save_contents": "a checkpoint holds all that a run needs to go on",
+    "load_contents": "a run goes on with all that its checkpoint holds",
     "default_hdfs_dir": "checkpoints stay in trainer.default_local_dir",
     "calculate_log_probs": "log-probabilities of sampled tokens are always recorded",
     "enable_gradient_checkpointing": "the backend does not recompute activations",
