@@ -24,7 +24,7 @@ _CHUNK_ELEMENTS: Final = {HOST: 2**23}
 _CHUNK_ELEMENTS_ELSEWHERE: Final = 2**28
 """Logits of one chunk: enough of them to keep the machine's matrix product busy."""
 _KEPT_ELEMENTS: Final = {HOST: 2**25}
-_KEPT_ELEMENTS_ELSEWHERE: Final = 2**28
+_KEPT_ELEMENTS_ELSEWHERE: Final = 2**30
 """Logits that may wait for the backward pass; those of further chunks are computed again."""
 
 Head = Callable[[Tensor], Tensor]
