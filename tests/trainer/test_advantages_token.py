@@ -96,16 +96,35 @@ def test_a_chain_goes_through_all_segments_in_their_order():
 
 
 def test_token_rewards_take_the_place_of_the_outcome():
-    """Where they are given, an outcome is their sum; nothing but 0 may stand where nothing is trained on."""
+    """Where they are given, an outcome is their sum; they must be finite."""
     batch = Batch.from_segments([segment("a", (1, 0, 1)), segment("b", (1,))])
     rewards = torch.tensor([0, 0.5, 0, 0.25, 0, -1.0], dtype=torch.float64)
     assert outcome_rewards(batch.with_columns(token_rewards=rewards)).tolist() == [0.75, -1.0]
-    with pytest.raises(
-        BatchError, match=r"trajectory 'a': token_rewards must be 0 outside the loss mask, got 4.0 at token 2"
-    ):
-        token_rewards_of(batch.with_columns(token_rewards=torch.tensor([0, 0, 4.0, 0, 0, 0])))
     with pytest.raises(BatchError, match="token_rewards must be finite, got nan"):
         outcome_rewards(batch.with_columns(token_rewards=torch.tensor([0, math.nan, 0, 0, 0, 0])))
+
+
+def test_a_reward_on_a_tool_token_counts_for_the_token_before():
+    """In the middle, at the end, and in the prompt of the next segment; none is lost, and nothing without a trained token pays anybody."""
+    batch = Batch.from_segments(
+        [segment("a", (1, 0, 1, 0)), segment("dead", (0,)), segment("b", (1, 0)), segment("a", (0, 1, 0))]
+    )
+    rewards = torch.tensor([0, 1, 2, 4, 8, 0, 64, 0, 0.5, 0.25, 16, 32, 128, 256], dtype=torch.float64)
+    batch = batch.with_columns(token_rewards=rewards)
+    assert token_rewards_of(batch).tolist() == [0, 3, 0, 60, 0, 0, 0, 0, 0.75, 0, 0, 0, 384, 0]
+    assert outcome_rewards(batch).tolist() == [447.0, 0.0, 0.75]
+
+
+@pytest.mark.parametrize("place", [0, 1, 4])
+def test_a_reward_that_nothing_earned_is_refused(place):
+    """Before the first trained token of its trajectory there is nobody to pay, whatever stands before it in the batch."""
+    batch = Batch.from_segments([segment("a", (0, 1, 0)), segment("b", (1,))])
+    rewards = torch.zeros(6).index_fill(0, torch.tensor(place), 4.0)
+    name = "b" if place == 4 else "a"
+    with pytest.raises(
+        BatchError, match=rf"trajectory '{name}': token_rewards must be 0 before the first trained token, got 4.0"
+    ):
+        token_rewards_of(batch.with_columns(token_rewards=rewards))
 
 
 @settings(deadline=None)

@@ -5,7 +5,6 @@ Inputs hold no trajectory without a trained token and no flat group in a whitene
 
 import json
 import math
-import os
 import random
 import subprocess
 from pathlib import Path
@@ -26,7 +25,7 @@ from ostinato_trainer.segments import Segment
 
 pytestmark = pytest.mark.slow
 
-PYTHON = Path(os.environ.get("OSTINATO_VERL_PYTHON", Path(__file__).parents[2] / ".venv-peers/verl/bin/python"))
+PYTHON = Path(__file__).parents[2] / ".venv-peers/verl/bin/python"
 WIDTH = 7
 NAMES = (
     "grpo",
@@ -161,7 +160,7 @@ def column(rows, *, of_prompt=0.0):
 def both(tmp_path_factory) -> tuple[Any, Any]:
     """The recorded inputs, and what verl makes of them."""
     if not PYTHON.exists():
-        pytest.skip(f"verl is not installed at {PYTHON}; name its interpreter in OSTINATO_VERL_PYTHON")
+        pytest.skip(f"verl is not installed at {PYTHON}; `just peers` installs it")
     folder = tmp_path_factory.mktemp("verl")
     job = recorded()
     (folder / "job.json").write_text(json.dumps(job))

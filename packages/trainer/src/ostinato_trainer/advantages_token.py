@@ -31,13 +31,14 @@ def chain_order(batch: Batch) -> Tensor:
 def token_rewards_of(batch: Batch) -> Tensor:
     """float64 [T]: the batch's `token_rewards`; without them each trajectory's reward on its last trained token.
 
-    A trajectory without a trained token has no place for a reward.
+    What stands on a token that is not trained on, such as a tool's, counts for the last trained one before it. A trajectory without a
+    trained token has no place for a reward.
 
     Raises:
-        BatchError: a token reward stands where nothing is trained on, or is not finite.
+        BatchError: a token reward stands before the trajectory's first trained token, or is not finite.
     """
     if batch.token_rewards is not None:
-        return _checked_token_rewards(batch.token_rewards, batch)
+        return _credited(batch.token_rewards, batch)
     order = chain_order(batch)
     trajectory = batch.token_trajectory[order]
     is_last = torch.ones_like(trajectory, dtype=torch.bool)
@@ -50,7 +51,7 @@ def outcome_rewards(batch: Batch) -> Tensor:
     """float64 [R]: one reward a trajectory; the sum of its `token_rewards` where there are any. Errors as `token_rewards_of`."""
     if batch.token_rewards is None:
         return batch.rewards.to(torch.float64)
-    rewards = _checked_token_rewards(batch.token_rewards, batch)
+    rewards = _credited(batch.token_rewards, batch)
     return torch.zeros_like(batch.rewards, dtype=torch.float64).index_add(0, batch.token_trajectory, rewards)
 
 
@@ -114,17 +115,23 @@ def whiten(values: Tensor) -> Tensor:
     return (values - values.mean()) * torch.rsqrt(values.var() + _VARIANCE_FLOOR)
 
 
-def _checked_token_rewards(rewards: Tensor, batch: Batch) -> Tensor:
-    lost = (rewards != 0) & ~batch.loss_mask
-    if bool(lost.any()):
-        place = int(lost.nonzero()[0])
-        trajectory = batch.trajectory_ids[int(batch.token_trajectory[place])]
-        raise BatchError(
-            f"trajectory {trajectory!r}: token_rewards must be 0 outside the loss mask, got {rewards[place].item()} at token {place}; "
-            "put a reward on the last trained token before it"
-        )
+def _credited(rewards: Tensor, batch: Batch) -> Tensor:
+    """float64 [T]: token rewards, those on tokens that are not trained on moved to the last trained token before them."""
     if not bool(torch.isfinite(rewards).all()):
         raise BatchError(
             f"token_rewards must be finite, got {rewards[~torch.isfinite(rewards)][0].item()}; leave failed trajectories out"
         )
-    return rewards.to(torch.float64)
+    counted = batch.trajectory_loss_tokens[batch.token_trajectory] > 0
+    paid = ((rewards != 0) & counted).nonzero().squeeze(1)
+    order = torch.argsort(batch.token_trajectory, stable=True)
+    place = torch.where(batch.loss_mask[order], torch.arange(len(order)), -1).cummax(0).values
+    last_trained = torch.empty_like(order).index_copy(0, order, torch.where(place >= 0, order[place], -1))[paid]
+    early = (last_trained < 0) | (batch.token_trajectory[last_trained] != batch.token_trajectory[paid])
+    if bool(early.any()):
+        first = int(paid[early][0])
+        trajectory = batch.trajectory_ids[int(batch.token_trajectory[first])]
+        raise BatchError(
+            f"trajectory {trajectory!r}: token_rewards must be 0 before the first trained token, got {rewards[first].item()} at token {first}; "
+            "put a reward on or behind the token that earned it"
+        )
+    return torch.zeros(len(order), dtype=torch.float64).index_add(0, last_trained, rewards[paid].to(torch.float64))

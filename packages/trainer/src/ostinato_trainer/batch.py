@@ -82,8 +82,8 @@ class Batch:
     """float [T]; what a token's policy loss is multiplied with because another distribution sampled it
     (`rollout_correction`); 1 outside the loss mask."""
     token_rewards: Tensor | None = None
-    """float64 [T]; rewards token by token, 0 outside the loss mask. None where all of a trajectory's reward stands in
-    `rewards`."""
+    """float64 [T]; rewards token by token; what stands on a token that is not trained on counts for the last trained one before it. None where
+    all of a trajectory's reward stands in `rewards`."""
     values: Tensor | None = None
     """float [T]; what the critic expected before token t was sampled, 0 outside the loss mask."""
     returns: Tensor | None = None
