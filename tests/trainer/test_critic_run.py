@@ -164,8 +164,8 @@ def test_ppo_with_a_critic_learns(tmp_path: Path) -> None:
     overrides = (
         "algorithm.adv_estimator=gae",
         "critic.optim.lr=1e-3",
-        "trainer.total_training_steps=30",
-        "trainer.test_freq=30",
+        "trainer.total_training_steps=20",
+        "trainer.test_freq=20",
     )
     console = Console(file=io.StringIO(), width=120)
     run_quickstart(tmp_path / "run", seed=0, console=console, overrides=(*overrides, "trainer.save_freq=0"))

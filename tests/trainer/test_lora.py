@@ -6,7 +6,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from ostinato_trainer.aggregation import with_loss_weights
 from ostinato_trainer.batch import Batch
@@ -179,6 +189,27 @@ def test_the_exported_folder_is_merged_and_has_the_adapters_beside_it(tmp_path: 
     for model in (whole, theirs):
         again = LocalBackend(model.requires_grad_(True), LocalBackendOptions(device="cpu", dtype="float64"))
         torch.testing.assert_close(log_probs(again), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("family", "adapted"), [("gpt2", {"c_attn", "c_proj", "c_fc"}), ("mixtral", set(LINEAR[:4]))])
+def test_unusual_layers_are_merged_right_or_left_alone(family: str, adapted: set[str], tmp_path: Path) -> None:
+    """Transposed layers are merged as they lie, and experts that are one tensor, like their router, get no adapter; the exported folder says
+    what the adapters say."""
+    torch.manual_seed(0)
+    model = {
+        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=16, n_layer=2, n_head=2)),
+        "mixtral": lambda: MixtralForCausalLM(
+            MixtralConfig(vocab_size=20, **SHAPE, num_key_value_heads=2, num_local_experts=2)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        ),
+    }[family]()
+    backend = make_backend(model, dtype="float32")
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in backend.optimizer.parameters} == adapted
+    before = log_probs(backend)
+    step(backend, 2)
+    backend.save_hf(tmp_path)
+    again = LocalBackend.from_pretrained(tmp_path, LocalBackendOptions(device="cpu"))
+    torch.testing.assert_close(log_probs(again), log_probs(backend), rtol=0, atol=1e-5)
+    assert float((log_probs(again) - before).abs().max()) > 1e-3
 
 
 def test_adapters_of_a_folder_are_gone_on_from(tmp_path: Path) -> None:

@@ -97,6 +97,12 @@ class LoraAdapters:
             torch.manual_seed(options.seed)
             peft.inject_adapter_in_model(self._config, model, adapter_name=_NAME)
         self._modules = _adapted_modules(model)
+        other = next((name for name, module in self._modules.items() if not _is_linear(module.base_layer)), None)
+        if other is not None:
+            raise BackendError(
+                f"{_KEY}.target_modules must name linear layers only, got {other}, to which peft gives adapters of another kind; "
+                "name attention layers, such as [q_proj,k_proj,v_proj,o_proj]"
+            )
         if options.adapter_path:
             self._read(Path(options.adapter_path).expanduser())
 
@@ -194,10 +200,11 @@ def _new_config(model: Any, options: LoraOptions) -> Any:
             f"{_KEY}.target_modules must leave a module that {_KEY}.exclude_modules does not name, got none; "
             f"choose among {_choices(candidates)}"
         )
+    written = _as_written(candidates, model) if targets == ALL_LINEAR else targets
     return _peft().LoraConfig(
         r=options.rank,
         lora_alpha=int(options.alpha) if float(options.alpha).is_integer() else options.alpha,
-        target_modules=targets if isinstance(targets, str) else list(targets),
+        target_modules=written if isinstance(written, str) else list(written),
         exclude_modules=excluded if excluded is None or isinstance(excluded, str) else list(excluded),
         lora_dropout=0.0,
         bias="none",
@@ -232,13 +239,26 @@ def _stored_config(options: LoraOptions) -> Any:
 
 
 def _linear_modules(model: Any) -> list[str]:
-    """Full names of the layers that can have adapters: linear ones, but for the output layer."""
+    """Full names of the layers that can have adapters: linear ones, but for the output layer. Experts that are one tensor are none."""
+    head = model.get_output_embeddings()
+    return [name for name, module in model.named_modules() if _is_linear(module) and module is not head]
+
+
+def _is_linear(module: nn.Module) -> bool:
     from transformers.pytorch_utils import Conv1D
 
-    head = model.get_output_embeddings()
-    return [
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head
-    ]
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def _as_written(names: Sequence[str], model: nn.Module) -> list[str]:
+    """`names` by their last parts, which hold for every layer, or in full where these would mean other modules too.
+
+    Peft's own `all-linear` also takes routers and experts of some models, by rules that change from version to version.
+    """
+    parts = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    known = set(names)
+    exact = not any(_matches(name, parts) for name, _ in model.named_modules() if name not in known)
+    return parts if exact else list(names)
 
 
 def _matches(name: str, wanted: str | Sequence[str]) -> bool:
