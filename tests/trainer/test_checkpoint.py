@@ -42,6 +42,19 @@ def test_a_checkpoint_appears_with_its_number(tmp_path):
     assert check_complete(path).step == 3
 
 
+def test_files_are_as_open_as_their_folder(tmp_path):
+    """A file that a library keeps to its owner can be read by whom the checkpoint is open to, such as who serves it."""
+
+    def write(directory):
+        write_text("one")(directory)
+        (directory / "actor" / "weights").chmod(0o600)
+
+    path = CheckpointManager(tmp_path).save(1, write)
+    expected = path.stat().st_mode & 0o666
+    assert expected
+    assert {each.stat().st_mode & 0o777 for each in path.rglob("*") if each.is_file()} == {expected}
+
+
 def test_the_last_k_are_kept(tmp_path):
     """Older checkpoints go after a newer one is complete; other files of the directory are left alone."""
     (tmp_path / "metrics.jsonl").write_text("{}")

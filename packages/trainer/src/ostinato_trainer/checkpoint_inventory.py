@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from ostinato_trainer.errors import CheckpointError
+from ostinato_trainer.whole_folder import share_files
 
 __all__ = ["FileRecord", "Inventory", "check_complete", "check_files", "flush", "read_inventory", "seal"]
 
@@ -55,6 +56,7 @@ def seal(directory: Path, step: int, metrics: Mapping[str, float]) -> None:
     }
     finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     (directory / _INVENTORY).write_bytes(msgspec.json.encode(Inventory(step, files, finite)))
+    share_files(directory)
     for path in [*directory.rglob("*"), directory]:
         flush(path)
 

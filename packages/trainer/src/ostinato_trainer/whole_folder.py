@@ -12,7 +12,19 @@ from safetensors import SafetensorError
 
 from ostinato_trainer.errors import CheckpointError
 
-__all__ = ["folder_made_whole"]
+__all__ = ["folder_made_whole", "share_files"]
+
+
+def share_files(folder: Path) -> None:
+    """Let files be read by whom the folder is open to: the library that writes tensors keeps them to their owner.
+
+    Raises:
+        OSError: They are somebody else's.
+    """
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 @contextmanager
@@ -32,6 +44,7 @@ def folder_made_whole(output: Path) -> Iterator[Path]:
             raise CheckpointError(f"--output must be new or an empty folder, got {output}; choose another or remove it")
         hidden.mkdir(parents=True)
         yield hidden
+        share_files(hidden)
         if output.exists():
             output.rmdir()
         hidden.rename(output)
