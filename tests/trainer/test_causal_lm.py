@@ -8,6 +8,7 @@ from ostinato_trainer.backend import EntropyMode
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.causal_lm import CausalLM, load_causal_lm
 from ostinato_trainer.errors import BackendError
+from ostinato_trainer.packing import Layout
 from ostinato_trainer.segments import Segment
 
 SHAPE = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -68,6 +69,29 @@ def test_padding_changes_nothing(make, temperature):
     assert entropy is not None
     assert (entropy[batch.loss_mask] > 0).all()
     assert not entropy[~batch.loss_mask].any()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("make", [llama, granite, gpt2])
+def test_sixteen_bits_stay_near_whatever_the_layout(make, packed):
+    """Computing in bfloat16 keeps parameters and answers in float32, near the float32 answers, and the gradients too."""
+    torch.manual_seed(0)
+    model = make().eval()
+    batch = batch_of([9, 2, 5, 1])
+    results = []
+    for autocast in (None, torch.bfloat16):
+        lm = CausalLM(model, autocast=autocast, remove_padding=packed)
+        assert lm.layout is (Layout.PACKED if packed else Layout.PADDED)
+        log_probs, _ = lm.log_probs(batch, batch.loss_mask, temperature=1.0)
+        assert log_probs.dtype == torch.float32
+        gradients = torch.autograd.grad(log_probs.sum(), list(model.parameters()), allow_unused=True)
+        assert all(gradient is None or gradient.dtype == torch.float32 for gradient in gradients)
+        flat = torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
+        results.append((log_probs.detach(), flat))
+    (exact, exact_gradient), (rough, rough_gradient) = results
+    assert (exact - rough).norm() <= 0.03 * exact.norm()
+    assert (exact_gradient - rough_gradient).norm() <= 0.06 * exact_gradient.norm()
+    assert not torch.equal(exact, rough)
 
 
 def test_own_positions_are_used():

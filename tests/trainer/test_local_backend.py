@@ -1,10 +1,13 @@
 """The backend on the CPU: gradients that no split changes, bad steps that change nothing, state that comes back bit for bit."""
 
+import itertools
 import json
 import logging
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from ostinato_trainer.advantages import with_advantages
@@ -271,6 +274,24 @@ def test_metrics_merge_by_sum_and_by_extreme():
         [weighted.select([0]), weighted.select([1]), weighted.select([6])], loss_fn
     )
     assert metrics == {"tokens": 12.0, "tokens_max": 9.0, "tokens_min": 3.0}
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), cuts=st.sets(st.integers(1, 6)), packed=st.booleans())
+def test_any_order_and_any_cuts_give_one_gradient(seed, cuts, packed):
+    """In float64, sequences in a random order, cut anywhere, packed or padded: the mini-batch's gradient to 1e-12."""
+    weighted = with_loss_weights(make_batch(), "seq-mean-token-mean")
+    order = torch.randperm(weighted.num_sequences, generator=torch.Generator().manual_seed(seed)).tolist()
+    edges = [0, *sorted(cuts), weighted.num_sequences]
+    parts = [weighted.select(order[start:stop]) for start, stop in itertools.pairwise(edges)]
+    found = []
+    for backend, micro_batches in (
+        (make_backend(dtype="float64"), [weighted]),
+        (make_backend(dtype="float64", use_remove_padding=packed), parts),
+    ):
+        backend.forward_backward(micro_batches, sft_loss)
+        found.append(torch.cat([gradient.flatten() for gradient in gradients(backend).values()]))
+    assert (found[0] - found[1]).norm() <= 1e-12 * found[0].norm()
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])

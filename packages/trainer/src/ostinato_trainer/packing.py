@@ -139,7 +139,11 @@ class FlatModel:
     def _call(self, **inputs: Any) -> Any:
         if self._compute_dtype is None:
             return self._model(**inputs)
-        copies = {name: parameter.to(self._compute_dtype) for name, parameter in self._model.named_parameters()}
+        copies = {
+            name: parameter.to(self._compute_dtype)
+            for name, parameter in self._model.named_parameters()
+            if parameter.is_floating_point()
+        }
         return functional_call(self._model, copies, kwargs=inputs)
 
     def _pack_if_possible(self) -> None:

@@ -195,7 +195,7 @@ def _add_product(total: Tensor, gradient: Tensor, states: Tensor) -> None:
     """Adds gradient^T @ states to `total`, summing in its precision: [vocabulary, hidden]."""
     if states.dtype == total.dtype:
         total.addmm_(gradient.T, states)
-    elif total.device.type == CUDA:
+    elif total.device.type == CUDA and hasattr(torch.ops.aten.addmm, "dtype_out"):
         torch.addmm(total, gradient.to(states.dtype).T, states, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(gradient.T, states.to(total.dtype))
