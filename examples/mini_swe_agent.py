@@ -53,5 +53,9 @@ if __name__ == "__main__":
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text)
     exit_status = solve(given["task"], given.get("step_limit", 50))
-    passed = subprocess.run(given["test"], shell=True, stdout=sys.stderr, timeout=600).returncode == 0
+    try:  # a test that hangs has not passed, like one that fails
+        limit = given.get("test_timeout_s", 300)
+        passed = subprocess.run(given["test"], shell=True, stdout=sys.stderr, timeout=limit).returncode == 0
+    except subprocess.TimeoutExpired:
+        passed = False
     give_reward(float(passed), {"exit_status": exit_status[:200], "submitted": exit_status == "Submitted"})

@@ -62,6 +62,13 @@ async def test_a_task_that_is_not_solved_has_a_reward_of_0(solve):
     assert trajectory.reward.score == 0.0
 
 
+async def test_a_test_that_hangs_has_not_passed(solve):
+    """What the agent has broken so that its test does not end is a reward of 0, not a failure."""
+    _, trajectory = await solve(SUBMIT, task={"test": "sleep 600", "test_timeout_s": 1})
+    assert trajectory.failure is None, trajectory.failure
+    assert trajectory.reward.score == 0.0
+
+
 async def test_a_step_limit_is_an_end_like_any_other(frameworks, solve):
     """At its own step limit the agent ends, what it did is tested, and the reward says how it ended."""
     turns, trajectory = await solve("ls", MEND, task={"step_limit": 2})
