@@ -22,6 +22,7 @@ from ostinato_tokenization.testing import TINY_CHAT_TEMPLATE, tiny_chat_tokenize
 from ostinato_tools import get_parser
 from ostinato_trainer import sft_run
 from ostinato_trainer.cli import app
+from ostinato_trainer.config_docs import config_rows
 from ostinato_trainer.config_loading import load_tree
 from ostinato_trainer.config_sft import SftConfig
 from ostinato_trainer.error_reporting import run_reporting_errors
@@ -346,3 +347,11 @@ def test_adapters_are_trained_and_merged(model: Path, tmp_path: Path) -> None:
     changed = {name.rpartition(".self_attn.")[2] for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"q_proj.weight"}
     assert (tmp_path / "out" / "lora_adapter" / "adapter_config.json").is_file()
+
+
+def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """`ostinato config --sft` shows each key of the tree with a meaning, and refuses a prefix that none begins with."""
+    assert all(row.meaning for row in config_rows(SftConfig))
+    assert run_reporting_errors(lambda: app(["config", "--sft", "data.max_length"], standalone_mode=False)) == 0
+    assert "Longest conversation in tokens" in capsys.readouterr().out
+    assert run_reporting_errors(lambda: app(["config", "--sft", "critic"], standalone_mode=False)) == 1
