@@ -58,6 +58,16 @@ def test_an_agents_own_reward_is_trained_with(tmp_path: Path) -> None:
         assert step["critic/score/mean"] == pytest.approx(-step["response_length/mean"])
 
 
+def test_a_scorer_that_is_not_asked_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Settings of `reward` that no row's agent leaves anything to do for are named, and change nothing."""
+    (tmp_path / "own.py").write_text(PROGRAM)
+    function = f"{AGENT}.gateway.function={tmp_path / 'own.py'}:agent"
+    once = ("trainer.total_training_steps=1", "reward.timeout_s=7")
+    [step] = run(tmp_path / "run", function, f"{AGENT}.gateway.own_reward=true", *once)
+    assert "settings of reward have no effect" in caplog.text
+    assert step["critic/score/mean"] < 0
+
+
 def test_without_own_rewards_rows_need_a_scorer(tmp_path: Path) -> None:
     """The same rows are refused before anything starts where nobody would score them."""
     (tmp_path / "own.py").write_text(PROGRAM)

@@ -89,8 +89,7 @@ async def _run(
     pool = build_pool(config)
     manager = build_manager(config, tokenizer, pool, tools, rewards)
     train_rows, val_rows = build_datasets(config, tokenizer, tools)
-    if not _all_agents_give_rewards(config, train_rows, val_rows):
-        rewards.check_data_sources(_distinct("data_sources", train_rows, val_rows))
+    _check_scorers(config, rewards, train_rows, val_rows)
     manager.check_agents(name for name in _distinct("agent_names", train_rows, val_rows) if name is not None)
     loader = PromptLoader(
         train_rows, batch_size=config.data.train_batch_size, shuffle=config.data.shuffle, seed=config.data_seed
@@ -219,11 +218,15 @@ def build_critic(config: Config, total_steps: int) -> LocalCritic | None:
     return LocalCritic.from_pretrained(critic.model.path or str(config.actor_rollout_ref.model.path), options)
 
 
-def _all_agents_give_rewards(config: Config, *datasets: PromptDataset | None) -> bool:
-    """Whether no row needs a scorer, since each has an agent that brings its own score."""
+def _check_scorers(config: Config, rewards: RewardManager, *datasets: PromptDataset | None) -> None:
+    """Refuse rows that nobody can score. Where each row's agent brings its own score, none is needed; a `reward` that was set is then said
+    to have no effect."""
     rollout = config.actor_rollout_ref.rollout
     names = _distinct("agent_names", *datasets) or [None]
-    return all(agent_loop_class(name or rollout.agent.default_agent_loop).gives_reward(rollout) for name in names)
+    if not all(agent_loop_class(name or rollout.agent.default_agent_loop).gives_reward(rollout) for name in names):
+        rewards.check_data_sources(_distinct("data_sources", *datasets))
+    elif config.reward != type(config.reward)():
+        logger.warning("The settings of reward have no effect: the agent of every row gives the reward itself")
 
 
 def _distinct(attribute: str, *datasets: PromptDataset | None) -> list[str | None]:
