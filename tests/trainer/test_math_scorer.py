@@ -1,12 +1,14 @@
 """Scores of mathematical answers: plainly, and by math-verify in processes of its own."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-from ostinato_agent_loop import AgentLoopOutput
+from ostinato_agent_loop import AgentLoopOutput, RewardResult
 from ostinato_tokenization.testing import tiny_chat_tokenizer
 from ostinato_trainer.config_reward import CustomRewardConfig, RewardConfig
 from ostinato_trainer.errors import MissingExtraError, RewardError
@@ -14,6 +16,12 @@ from ostinato_trainer.math_scorer import MathEquivalence, check_math_verify, sco
 from ostinato_trainer.rewards import RewardManager
 
 TOKENIZER = tiny_chat_tokenizer()
+
+
+# Not imported here: sympy takes its time, and only the processes need it.
+needs_math_verify = pytest.mark.skipif(
+    find_spec("math_verify") is None, reason="math-verify is not installed (extra math)"
+)
 
 
 async def unasked(answer: str, truth: str) -> bool:
@@ -74,8 +82,7 @@ async def test_a_row_without_truth_is_an_error(truth: Any) -> None:
 @pytest.fixture
 async def equivalence() -> AsyncIterator[MathEquivalence]:
     """The real math-verify, in one process."""
-    pytest.importorskip("math_verify")
-    asked = MathEquivalence(1)
+    asked = MathEquivalence(1, 60.0)
     yield asked
     await asked.aclose()
 
@@ -92,6 +99,8 @@ CASES = [
     (r"\text{even}", r"\text{odd}", False),
     ("6,7", "6", False),
     ("x", "y", False),
+    (r"3\mathrm{i}", "3", False),
+    (r"3\mathrm{i}", "3i", True),
     (r"\frac{", "5", False),
     ("5", r"\text{}", False),
     ("__import__('os')", "1", False),
@@ -99,25 +108,28 @@ CASES = [
 ]
 
 
+@needs_math_verify
 async def test_math_verify_knows_more_than_spelling(equivalence: MathEquivalence) -> None:
     """Equal mathematics in another form is right, other mathematics and nonsense are wrong, in one process that lives through all."""
     assert [await equivalence(answer, truth) for answer, truth, _ in CASES] == [right for _, _, right in CASES]
 
 
-async def test_an_answer_that_takes_for_ever_is_a_failure_of_its_own() -> None:
-    """An answer on which sympy would compute for ever fails at the deadline, is no zero, and the next answer gets a fresh process."""
-    pytest.importorskip("math_verify")
+@needs_math_verify
+async def test_an_answer_that_takes_for_ever_is_a_failure_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer on which sympy would compute for ever fails at the deadline, is no zero, and makes no answer late that waits for the
+    same process, nor for its start."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
     kwargs = CustomRewardConfig(reward_kwargs={"score": 3.0})
-    rewards = RewardManager(RewardConfig(timeout_s=1.0, num_workers=1, custom_reward_function=kwargs), TOKENIZER)
-    patient = RewardManager(RewardConfig(num_workers=1, custom_reward_function=kwargs), TOKENIZER)
+    rewards = RewardManager(RewardConfig(timeout_s=1.0, num_workers=8, custom_reward_function=kwargs), TOKENIZER)
     row = {"data_source": "HuggingFaceH4/MATH-500", "reward_model": {"ground_truth": "x^2+2x+1"}}
+    texts = (r"\boxed{9^{9^{9^{9}}}}", r"\boxed{(x+1)^2}", r"\boxed{1+2x+x^2}")
     try:
-        with pytest.raises(RewardError, match=r"must answer within reward.timeout_s=1"):
-            await rewards(row, [output(r"\boxed{9^{9^{9^{9}}}}")])
-        result = await patient(row, [output(r"\boxed{(x+1)^2}")])
-        assert (result.score, result.extra) == (3.0, {"acc": 1.0, "pred": "(x+1)^2"})
+        tower, *others = await asyncio.gather(*(rewards(row, [output(text)]) for text in texts), return_exceptions=True)
     finally:
-        await asyncio.gather(rewards.aclose(), patient.aclose())
+        await rewards.aclose()
+    assert isinstance(tower, RewardError)
+    assert "math-verify must answer within reward.timeout_s=1 s" in str(tower)
+    assert others == [RewardResult(score=3.0, extra={"acc": 1.0, "pred": answer}) for answer in ("(x+1)^2", "1+2x+x^2")]
 
 
 def output(text: str) -> AgentLoopOutput:

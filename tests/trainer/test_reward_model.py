@@ -87,7 +87,7 @@ QUICK = {"backoff_s": 0.001}
 
 async def asked(server: Server, **keys: Any) -> float:
     config = RewardModelConfig(url=server.url, **{**QUICK, **keys})
-    model = RewardModel(config, max_connections=4, pace=Pace(None))
+    model = RewardModel(config, max_connections=4, pace=Pace(None), timeout_s=60.0)
     try:
         return await model(MESSAGES, VALUES)
     finally:
@@ -103,6 +103,7 @@ async def asked(server: Server, **keys: Any) -> float:
         (pooled([[0.1], [-2]]), {"api": "pooling"}, -2.0),
         (pooled([[0.1, 0.9], [0.2, 0.8]]), {"api": "pooling", "class_index": 1}, 0.8),
         (judged("Score: 1 ... so\nScore: **-3.5**"), CHAT, -3.5),
+        (judged("Scores: 7\n**Score**: 6/10"), CHAT, 6.0),
         (judged('{"score": 4}'), {**CHAT, "pattern": r'"score":\s*(\d+)'}, 4.0),
     ],
 )
@@ -196,12 +197,15 @@ async def test_a_refusal_is_final(status: str) -> None:
         (pooled("base64"), {"api": "pooling"}, "in the form of pooling"),
         (judged(None), CHAT, "in the form of chat"),
         (judged("good"), CHAT, "must give a score in the form .* got 'good'"),
+        (judged("score:" + " " * 200_000), CHAT, "must give a score in the form"),
+        (judged("score" + " " * 200_000), {**CHAT, "pattern": r"score\s*\s*(\d)"}, "must give a score in the form"),
         (judged("score: 7"), {**CHAT, "pattern": "(?:score: 7)(x)?"}, "must give a score in the form"),
         (http(b"x", "200 OK", "Content-Encoding: gzip"), {}, "encoding gzip"),
     ],
 )
 async def test_an_answer_that_is_no_score_is_an_error(reply: list[Reply], keys: dict[str, Any], said: str) -> None:
-    """Whatever is not a finite number in the form that was asked for is an error that shows it, and no second attempt."""
+    """Whatever is not a finite number in the form that was asked for is an error that shows it, and no second attempt; none of
+    them takes a search without end."""
     async with serving(reply) as server:
         with pytest.raises(RewardError, match=said):
             await asked(server, **keys)
@@ -220,8 +224,8 @@ async def test_a_huge_answer_is_read_no_further_than_it_may_be_long() -> None:
 async def test_a_slow_server_meets_the_deadline_of_a_request(slow: list[Reply]) -> None:
     """A server that does not answer, or not to the end, fails the attempt; the connection is closed."""
     async with serving(slow) as server:
-        with pytest.raises(RewardError, match=r"within 2 attempts, got no answer within .*request_timeout_s=0.25"):
-            await asked(server, request_timeout_s=0.25, max_retries=1)
+        with pytest.raises(RewardError, match=r"within 2 attempts, got no answer within .*request_timeout_s=0.1"):
+            await asked(server, request_timeout_s=0.1, max_retries=1)
         assert len(server.requests) <= 2
 
 
@@ -229,8 +233,8 @@ async def test_requests_that_were_given_up_hold_no_connection() -> None:
     """With one connection allowed, any number of requests out of time leave it free for the next."""
     slow: list[Reply] = [60.0]
     async with serving(slow, slow, slow, classified(0.5)) as server:
-        config = RewardModelConfig(url=server.url, request_timeout_s=0.25, max_retries=20, **QUICK)
-        model = RewardModel(config, max_connections=1, pace=Pace(None))
+        config = RewardModelConfig(url=server.url, request_timeout_s=0.1, max_retries=20, **QUICK)
+        model = RewardModel(config, max_connections=1, pace=Pace(None), timeout_s=60.0)
         assert await model(MESSAGES, VALUES) == 0.5
         await model.aclose()
 
@@ -239,7 +243,9 @@ async def test_nobody_at_the_address_is_said_with_it() -> None:
     """A refused connection is an error with the address, without what may be secret in it."""
     async with serving(classified(1.0)) as server:
         address = server.url.replace("http://", "http://user:secret@") + "?key=secret"
-    model = RewardModel(RewardModelConfig(url=address, max_retries=1, **QUICK), max_connections=1, pace=Pace(None))
+    model = RewardModel(
+        RewardModelConfig(url=address, max_retries=1, **QUICK), max_connections=1, pace=Pace(None), timeout_s=60.0
+    )
     with pytest.raises(RewardError, match="ConnectError") as caught:
         await model(MESSAGES, VALUES)
     await model.aclose()
@@ -258,11 +264,23 @@ async def test_cancelling_closes_the_request() -> None:
             await task
 
 
+@pytest.mark.parametrize("key", ["secret\n", "se cret", "secr\u00e9t"])
+def test_what_is_no_key_is_refused_at_the_start_and_not_shown(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    """A key that no header can carry is refused before a run, rather than at each request with the key in the message."""
+    monkeypatch.setenv("OWN_KEY", key)
+    config = RewardModelConfig(url="http://x", api_key_env="OWN_KEY")
+    with pytest.raises(RewardError, match="must name a variable that holds a key, got OWN_KEY") as caught:
+        RewardModel(config, max_connections=1, pace=Pace(None), timeout_s=60.0)
+    assert "secr" not in str(caught.value)
+
+
 def test_a_key_that_is_not_there_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The variable of the key must be set before a run."""
     monkeypatch.delenv("OWN_KEY", raising=False)
     with pytest.raises(RewardError, match="must name a variable that is set, got OWN_KEY"):
-        RewardModel(RewardModelConfig(url="http://x", api_key_env="OWN_KEY"), max_connections=1, pace=Pace(None))
+        RewardModel(
+            RewardModelConfig(url="http://x", api_key_env="OWN_KEY"), max_connections=1, pace=Pace(None), timeout_s=60.0
+        )
 
 
 @pytest.mark.parametrize(
@@ -293,9 +311,11 @@ def trajectory(text: str, **extra_fields: Any) -> list[AgentLoopOutput]:
     ]
 
 
-async def with_manager(server: Server, use: Callable[[RewardManager], Any], **keys: Any) -> Any:
+async def with_manager(
+    server: Server, use: Callable[[RewardManager], Any], backoff_s: float = 0.001, **keys: Any
+) -> Any:
     config = RewardConfig(
-        reward_model=RewardModelConfig(url=server.url, **QUICK),
+        reward_model=RewardModelConfig(url=server.url, backoff_s=backoff_s),
         combine=CombineConfig(score=0.0, reward_model=2.0),
         **keys,
     )
@@ -321,8 +341,22 @@ async def test_the_model_scores_alone_where_the_score_has_no_weight() -> None:
 async def test_all_attempts_together_meet_the_deadline_of_a_score() -> None:
     """However often a request may be repeated, `reward.timeout_s` ends it, as a failure that names the key."""
     async with serving([60.0]) as server:
-        with pytest.raises(RewardError, match=r"the reward model must answer within reward.timeout_s=0.1"):
+        with pytest.raises(
+            RewardError, match=r"the reward model at .* must answer within reward.timeout_s=0.1 s, got no answer"
+        ):
             await with_manager(server, lambda rewards: rewards({}, trajectory("x")), timeout_s=0.1)
+
+
+async def test_a_score_that_is_late_says_what_failed_last() -> None:
+    """Where the deadline of a score comes before the attempts are used up, the error says what became of them."""
+
+    async def use(rewards: RewardManager) -> None:
+        await rewards({}, trajectory("x"))
+        with pytest.raises(RewardError, match=r"timeout_s=0.5 s, got 1 failed attempts, the last: status 503: loading"):
+            await rewards({}, trajectory("x"))
+
+    async with serving(classified(1.0), http("loading", "503 No")) as server:
+        await with_manager(server, use, timeout_s=0.5, backoff_s=60.0)
 
 
 async def test_no_more_requests_at_once_than_workers() -> None:

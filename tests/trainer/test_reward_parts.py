@@ -64,8 +64,9 @@ def test_a_part_that_is_no_number_is_an_error(value: Any) -> None:
 
 def test_a_sum_that_overflows_is_an_error() -> None:
     """Finite parts whose sum is not finite make no reward."""
-    with pytest.raises(RewardError, match="the sum of the reward's parts must be finite"):
-        reward({"score": 1e308, "tool_rewards": [1e308]}, tool_rewards=1.0)
+    for tool_rewards in ([1e308], [10**308] * 20):
+        with pytest.raises(RewardError, match="the sum of the reward's parts must be finite"):
+            reward({"score": 1e308, "tool_rewards": tool_rewards}, tool_rewards=1.0)
 
 
 @pytest.mark.parametrize(

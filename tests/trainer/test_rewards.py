@@ -118,7 +118,14 @@ async def test_an_answer_that_is_no_score_is_an_error(answer: Any, expected: str
         await manager(odd)(ROW, ANSWER)
 
 
-@pytest.mark.parametrize("error", [ValueError("boom"), StopIteration("boom"), SystemExit("boom"), TimeoutError("boom")])
+class NoException(BaseException):
+    """What foreign code may raise."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("boom"), StopIteration("boom"), SystemExit("boom"), TimeoutError("boom"), NoException("boom")],
+)
 @pytest.mark.parametrize("is_async", [False, True])
 async def test_an_exception_is_an_error_with_its_name(error: BaseException, is_async: bool) -> None:
     """Whatever the function raises becomes one error that says what it was."""
@@ -155,6 +162,55 @@ async def test_a_function_that_hangs_meets_its_deadline(is_async: bool) -> None:
     patient = manager(coroutine if is_async else plain, num_workers=1)
     assert (await patient(ROW, ANSWER)).score == 1.0
     release.set()
+
+
+async def test_a_function_that_ignores_its_cancellation_meets_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An async function that swallows every cancellation is left behind; its place is free for the next call."""
+    monkeypatch.setattr("ostinato_tools.deadline.GRACE_S", 0.05)
+    release = asyncio.Event()
+
+    async def stubborn(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+        while data_source == "hang" and not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                continue
+        return 1.0
+
+    rewards = manager(stubborn, timeout_s=0.2, num_workers=1)
+    for _ in range(2):
+        with pytest.raises(RewardError, match=r"stubborn must answer within reward.timeout_s=0.2"):
+            await rewards({**ROW, "data_source": "hang"}, ANSWER)
+    assert (await rewards(ROW, ANSWER)).score == 1.0
+    release.set()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_function_that_cancels_itself_is_an_error(is_async: bool) -> None:
+    """A cancellation that the function made up ends its call, not the task that asked for the score."""
+
+    def plain(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+        raise asyncio.CancelledError
+
+    async def coroutine(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+        raise asyncio.CancelledError
+
+    with pytest.raises(RewardError, match="must return a score, got none, for it was cancelled from within"):
+        await manager(coroutine if is_async else plain)(ROW, ANSWER)
+
+
+async def test_an_answer_that_cannot_even_be_shown_is_an_error() -> None:
+    """An object whose description raises is no score either."""
+
+    class Odd:
+        def __repr__(self) -> str:
+            raise ValueError("unspeakable")
+
+    def odd(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> Any:
+        return Odd()
+
+    with pytest.raises(RewardError, match="odd must return a score, got ValueError: unspeakable"):
+        await manager(odd)(ROW, ANSWER)
 
 
 async def test_at_most_num_workers_scores_run_at_once() -> None:
@@ -208,6 +264,14 @@ async def test_a_function_is_loaded_from_a_file_with_its_arguments(tmp_path: Pat
     for name, expected in (("missing", "got 'missing'"), ("narrow", "must take the arguments data_source")):
         with pytest.raises(RewardError, match=expected):
             manager(custom_reward_function=CustomRewardConfig(path=str(tmp_path / "own.py"), name=name))
+
+
+@pytest.mark.parametrize("name", ["data_source", "solution_str", "ground_truth", "extra_info"])
+def test_arguments_of_the_row_are_not_for_reward_kwargs(name: str) -> None:
+    """A keyword argument that would take the place of the row's own value is refused at the start."""
+    custom = CustomRewardConfig(reward_kwargs={name: "x"})
+    with pytest.raises(RewardError, match=f"reward_kwargs must not hold what comes from the row, got {name}"):
+        manager(lambda data_source, solution_str, ground_truth, extra_info: 1.0, custom_reward_function=custom)
 
 
 async def test_arguments_reach_built_in_scorers_too() -> None:
@@ -340,9 +404,9 @@ async def test_a_deadline_kills_what_runs_in_a_process(tmp_path: Path) -> None:
         custom = CustomRewardConfig(path=str(tmp_path / "own.py"), name=name)
         return manager(custom_reward_function=custom, executor="process", num_workers=1, timeout_s=timeout_s)
 
-    hasty, patient = own("grade", 1.0), own("later", 60.0)
+    hasty, patient = own("grade", 0.2), own("later", 60.0)
     try:
-        with pytest.raises(RewardError, match=r"grade must answer within reward.timeout_s=1"):
+        with pytest.raises(RewardError, match=r"grade must answer within reward.timeout_s=0.2"):
             await hasty(ROW, [output(("hold", 1))])
         assert (await patient(ROW, ANSWER)).score == 0.25
     finally:

@@ -1,5 +1,7 @@
 """The scorer of GSM8K answers."""
 
+from importlib.util import find_spec
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -113,10 +115,10 @@ def test_the_field_s_data_sources_have_their_scorers(data_source: str, scorer: o
     assert scorer_for(data_source) is scorer
 
 
+@pytest.mark.skipif(find_spec("math_verify") is None, reason="math-verify is not installed (extra math)")
 async def test_each_scorer_gets_the_arguments_that_it_takes() -> None:
     """Arguments for one scorer do not trouble another of the same data; what none of the rows' scorers takes is refused."""
-    pytest.importorskip("math_verify")
-    scorers = BuiltInScorers({"method": "flexible", "wrong_score": -1.0}, 1)
+    scorers = BuiltInScorers({"method": "flexible", "wrong_score": -1.0}, 1, 60.0)
     scorers.check(["openai/gsm8k", "HuggingFaceH4/MATH-500"])
     row = {"solution_str": "it is 42", "ground_truth": "42", "extra_info": {}}
     assert (await scorers({**row, "data_source": "openai/gsm8k"}))["score"] == 1.0
@@ -125,5 +127,5 @@ async def test_each_scorer_gets_the_arguments_that_it_takes() -> None:
         scorers.check(["HuggingFaceH4/MATH-500"])
     for unknown in ("speed", "equivalent", "ground_truth"):
         with pytest.raises(RewardError, match=f"arguments of any built-in scorer, got {unknown}"):
-            BuiltInScorers({unknown: 1}, 1)
+            BuiltInScorers({unknown: 1}, 1, 60.0)
     await scorers.aclose()

@@ -34,14 +34,20 @@ def hang_with_child(value):
     os.rename(value + ".new", value)
     time.sleep(600)
 def fill(value): return len(bytearray(2**33))
+def repeat(value): return "x" * value
 def odd(value): return object()
 def fork(value):
     if os.fork() == 0: return "child"
     os.wait()
     return "parent"
+loops = []
 async def later(value):
     import asyncio
     await asyncio.sleep(0)
+    loops.append(asyncio.get_running_loop())
+    return [value, all(loop is loops[0] for loop in loops)]
+def some(value):
+    while value == "hang": pass
     return value
 """
 
@@ -53,9 +59,15 @@ async def processes(tmp_path: Path) -> AsyncIterator[Any]:
     file.write_text(FUNCTIONS)
     pools: list[ScoringProcesses] = []
 
-    def make(function: str, num_processes: int = 1, **more: Any) -> ScoringProcesses:
+    def make(function: str, num_processes: int = 1, timeout_s: float = 60.0, **more: Any) -> ScoringProcesses:
         pool = ScoringProcesses(
-            function, module="own", file=str(file), function=function, num_processes=num_processes, **more
+            function,
+            module="own",
+            file=str(file),
+            function=function,
+            num_processes=num_processes,
+            timeout_s=timeout_s,
+            **more,
         )
         pools.append(pool)
         return pool
@@ -80,16 +92,12 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("value", [1, 0.5, "text", None, True, [1, {"a": "ü"}], {"score": 1.0, "pred": "x" * 100_000}])
-async def test_plain_answers_come_back(processes: Any, value: Any) -> None:
-    """What a function returns arrives as it was: numbers, text of any length, lists and mappings."""
-    assert await processes("echo").call({"value": value}) == value
-
-
-async def test_numbers_of_other_libraries_come_back_as_numbers(processes: Any) -> None:
-    """NaN stays NaN, and a NumPy number is a number."""
+async def test_plain_answers_come_back(processes: Any) -> None:
+    """What a function returns arrives as it was, numbers, text of any length, lists and mappings, and a NumPy number as a number."""
     numpy = pytest.importorskip("numpy")
     pool = processes("echo")
+    for value in (1, 0.5, "text", None, True, [1, {"a": "ü"}], {"score": 1.0, "pred": "x" * 100_000}):
+        assert await pool.call({"value": value}) == value
     assert math.isnan(await pool.call({"value": math.nan}))
     assert await pool.call({"value": {"score": numpy.float32(0.5), "acc": numpy.bool_(True)}}) == {
         "score": 0.5,
@@ -154,8 +162,30 @@ async def test_printing_and_reading_do_no_harm(processes: Any, capfd: pytest.Cap
 
 
 async def test_async_functions_are_awaited_there(processes: Any) -> None:
-    """A coroutine function runs on a loop of its process."""
-    assert await processes("later").call({"value": 5}) == 5
+    """A coroutine function runs on a loop of its process, the same each time: connections that it keeps stay good."""
+    pool = processes("later")
+    assert [await pool.call({"value": number}) for number in (5, 6)] == [[5, True], [6, True]]
+
+
+async def test_a_call_that_is_late_costs_itself_alone(processes: Any) -> None:
+    """A function that hangs is killed at the deadline; calls that waited for its process meanwhile are not late for that."""
+    pool = processes("some", timeout_s=0.5)
+    calls = [asyncio.create_task(pool.call({"value": value})) for value in ("hang", 1, 2)]
+    with pytest.raises(RewardError, match=r"some must answer within reward.timeout_s=0.5 s, got no answer"):
+        await calls[0]
+    assert [await call for call in calls[1:]] == [1, 2]
+
+
+async def test_the_start_of_a_process_makes_no_call_late(tmp_path: Path) -> None:
+    """A module that takes longer to import than a call may take is waited for."""
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(0.6)\ndef f(value): return value\n")
+    pool = ScoringProcesses(
+        "f", module="slow", file=str(tmp_path / "slow.py"), function="f", num_processes=1, timeout_s=0.5
+    )
+    try:
+        assert await pool.call({"value": 5}) == 5
+    finally:
+        await pool.aclose()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -217,11 +247,15 @@ async def test_memory_is_limited(processes: Any) -> None:
 
 
 async def test_what_cannot_travel_is_said(processes: Any) -> None:
-    """Arguments that cannot be pickled and answers that are no plain data are errors that say so."""
+    """Arguments that cannot be pickled and answers that are no plain data, or too much, are errors that say so."""
     with pytest.raises(RewardError, match=r"arguments of echo must be picklable.*reward.executor=thread"):
         await processes("echo").call({"value": lambda: 1})
     with pytest.raises(RewardError, match="must be numbers, text, lists and mappings, got a object"):
         await processes("odd").call({"value": 0})
+    pool = processes("repeat")
+    with pytest.raises(RewardError, match="got 16777231 bytes of JSON, more than 16777216"):
+        await pool.call({"value": 2**24})
+    assert await pool.call({"value": 3}) == "xxx"
     with pytest.raises(RewardError, match="the process of missing must return a score, got AttributeError"):
         await processes("missing").call({"value": 0})
 
@@ -245,7 +279,9 @@ async def test_a_start_that_outlasts_a_deadline_serves_the_next_call(tmp_path: P
         "time.sleep(0.7)\n"
         "def f(value): return value\n"
     )
-    pool = ScoringProcesses("f", module="slow", file=str(tmp_path / "slow.py"), function="f", num_processes=1)
+    pool = ScoringProcesses(
+        "f", module="slow", file=str(tmp_path / "slow.py"), function="f", num_processes=1, timeout_s=60.0
+    )
     answer = None
     while answer is None:
         try:
@@ -282,7 +318,8 @@ async def test_processes_end_with_their_parent(tmp_path: Path) -> None:
         "from ostinato_trainer.scoring_processes import ScoringProcesses\n"
         f"own = {str(tmp_path / 'own.py')!r}\n"
         "async def main():\n"
-        "    pool = ScoringProcesses('hang', module='own', file=own, function='hang_with_child', num_processes=1)\n"
+        "    pool = ScoringProcesses('hang', module='own', file=own, function='hang_with_child',\n"
+        "        num_processes=1, timeout_s=60.0)\n"
         f"    await pool.call({{'value': {str(pid_file)!r}}})\n"
         "asyncio.run(main())\n"
     )

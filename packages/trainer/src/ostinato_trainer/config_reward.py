@@ -96,8 +96,9 @@ class RewardModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     template: str | None = None
     """Text to send, in which {prompt}, {response}, {ground_truth} and {data_source} are filled in; null sends the conversation as
     messages, which the server renders by the reward model's own chat template. `chat` needs one."""
-    pattern: str = r"(?i)score\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)"
-    """`chat`: regular expression with one group, the score; the last match in the answer counts. No match is a failure."""
+    pattern: str = r"(?i)score[\s*]*[:=][\s*]*(-?\d+(?:\.\d+)?)"
+    """`chat`: regular expression with one group, the score; the last match in the last 16384 letters of the answer counts. No match is
+    a failure."""
     class_index: Annotated[int, Meta(ge=0)] | None = None
     """`classify`, `pooling`: which of several numbers is the score; null allows one only, of `pooling` for each token the last."""
     extra_body: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -143,7 +144,7 @@ class RewardConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     """Soft punishment of too long answers."""
     timeout_s: Annotated[float, Meta(gt=0)] = 60.0
-    """Seconds that one score may take; then the trajectory carries a recorded failure, not a zero."""
+    """Seconds that one score may take, from when its computation begins; then the trajectory carries a recorded failure, not a zero."""
     num_workers: Annotated[int, Meta(ge=1)] = 8
     """Scores computed at the same time."""
     executor: Literal["thread", "process"] = "thread"
@@ -152,4 +153,5 @@ class RewardConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     max_memory_mb: Annotated[int, Meta(ge=64)] | None = None
     """Most address space of each process of `executor: process`, in MiB; null: no limit."""
     max_rpm: Annotated[float, Meta(gt=0)] | None = None
-    """Most calls of the function, and most requests to the reward model, in a minute, evenly spread; null: no limit."""
+    """Most calls of the function, and most requests to the reward model, in a minute, evenly spread; null: no limit. Waiting for a turn
+    must end within `actor_rollout_ref.rollout.agent.reward_timeout_s`."""

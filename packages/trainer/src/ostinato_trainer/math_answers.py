@@ -16,13 +16,17 @@ _BOXED: Final = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*(?:\{|([^\s{}$]))")
 _STATED: Final = re.compile(r"(?i)\banswer(?:\s+is)?\**\s*:[ \t]*([^\n]*)")
 _BRACES: Final = re.compile(r"\\[\\{}]|[{}]")
 
+_THIN_SPACE_OF_A_LIST: Final = re.compile(r",\\,")
 _DROPPED: Final = re.compile(r"\\(?:left|right|displaystyle|bigl|bigr|big|Big|limits)(?![a-zA-Z])|(?<!\\)\\[!,]|\$")
 _SPACES: Final = re.compile(r"(?:(?<!\\)\\[;: ]|\\q?quad(?![a-zA-Z])|[~\s])+")
 _SPACE_BESIDE_NO_DIGITS: Final = re.compile(r"(?<!\d) | (?!\d)")
-_UNITS: Final = re.compile(r"(?<=[\d}])\\(?:text|mathrm|textrm|mbox)\{[^{}]*\}(?:\^\{?\d\}?)?$")
+_UNITS: Final = re.compile(
+    r"(?<=[\d}])(?:\\[,;: ]|[~\s])*\\(?:text|mathrm|textrm|mbox)\{(?!\s*[ei]\s*\})[^{}\\]*\}(?:\^\{?\d\}?)?$"
+)
+"""Words after a number; `e` and `i` are numbers themselves."""
 _WORDS: Final = re.compile(r"\\(?:text|mathrm|textrm|textbf|mathbf|mbox|textit|mathit|operatorname)\{([^{}]*)\}")
 _DEGREES: Final = re.compile(r"\^\{?\\circ\}?|\\degree(?![a-zA-Z])|°")
-_PERCENT: Final = re.compile(r"(?<=\d)\\?%$")
+_PERCENT: Final = re.compile(r"(?<=\d) ?\\?%$")
 _SHORT_FRACTION: Final = re.compile(r"\\frac(?:(\d)(\d)|(\d)(\{[^{}]*\})|(\{[^{}]*\})(\d))")
 _SHORT_ROOT: Final = re.compile(r"\\sqrt([0-9a-zA-Z])")
 _SHORT_SCRIPT: Final = re.compile(r"([\^_])\{([0-9a-zA-Z])\}")
@@ -93,12 +97,14 @@ def plain_form(answer: str) -> str:
     r"""One spelling of an answer in LaTeX: `\dfrac12\text{ cm}.` becomes `\frac{1}{2}`, and `1{,}000` becomes 1000."""
     text = answer.strip().removesuffix(".").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("−", "-")
     text = _DEGREES.sub("", text.replace("\\$", "").replace("\\cdot", "\\times"))
-    text = _UNITS.sub("", text.strip().strip("$").strip())
-    text = _SPACES.sub(" ", _DROPPED.sub("", _WORDS.sub(r"\1", text)))
-    text = _SPACE_BESIDE_NO_DIGITS.sub("", text)
-    text = _PERCENT.sub("", text)
-    if _THOUSANDS.fullmatch(text.lstrip("-+")):
+    text = text.strip().strip("$").strip()
+    if (unit := _UNITS.search(text)) is not None and not _WORDS.search(text, 0, unit.start()):
+        text = text[: unit.start()]
+    text = _DROPPED.sub("", _THIN_SPACE_OF_A_LIST.sub(", ", _WORDS.sub(r"\1", text)))
+    text = _PERCENT.sub("", _SPACES.sub(" ", text).strip())
+    if _THOUSANDS.fullmatch(text.lstrip("-+ ")):  # with no space: `100, 200` are two
         text = text.replace("{,}", "").replace(",", "")
+    text = _SPACE_BESIDE_NO_DIGITS.sub("", text)
     text = _SHORT_FRACTION.sub(_full_fraction, text)
     text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
     text = _SHORT_SCRIPT.sub(r"\1\2", text)

@@ -7,12 +7,14 @@ are off, as the process is killed from outside, and running out of memory is an 
 from __future__ import annotations
 
 import logging
+import re
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its clocks are off
 
 _HOW = (LatexExtractionConfig(), ExprExtractionConfig())
+_UPRIGHT_CONSTANT = re.compile(r"(?<![a-zA-Z])\\(?:mathrm|text|textrm|mbox)\{\s*([ei])\s*\}")
 
 
 def equivalent(answer: str, truth: str) -> bool:
@@ -31,8 +33,13 @@ def equivalent(answer: str, truth: str) -> bool:
 
 def _parsed(answer: str) -> list:
     try:
-        return parse(f"${answer}$", _HOW, parsing_timeout=0, raise_on_error=True)
+        # math-verify takes upright letters for units, and drops them: 3i would be 3.
+        text = _UPRIGHT_CONSTANT.sub(r"\1", answer)
+        return parse(f"${text}$", _HOW, parsing_timeout=0, raise_on_error=True)
     except MemoryError:
         raise
     except Exception:  # of the parser's many kinds: this is no mathematics
         return []
+
+
+equivalent("(x+1)^2", "x^2+2x+1")  # loads what sympy loads late: part of a start, and of no question's time

@@ -95,19 +95,21 @@ def check_math_verify() -> None:
 
 
 class MathEquivalence:
-    """math-verify in processes of its own; cancelling a question kills the process that thinks about it.
+    """math-verify in processes of its own; a question that is cancelled, or late, kills the process that thinks about it.
 
     Args:
         num_processes: most of them; there are no more than processors.
+        timeout_s: seconds for one question, from when a process has it.
     """
 
-    def __init__(self, num_processes: int) -> None:
+    def __init__(self, num_processes: int, timeout_s: float) -> None:
         self._processes = ScoringProcesses(
             "math-verify",
             module="ostinato_math_equivalence",
             file=str(_PROGRAM),
             function="equivalent",
             num_processes=min(num_processes, os.cpu_count() or 1),
+            timeout_s=timeout_s,
             max_memory_bytes=_MAX_MEMORY_BYTES if sys.platform == "linux" else None,  # others do not keep it
         )
 
@@ -115,7 +117,7 @@ class MathEquivalence:
         """Whether `answer` is mathematically `truth`.
 
         Raises:
-            RewardError: the comparison needs more memory than it may have.
+            RewardError: the comparison needs more time or memory than it may have.
         """
         return await self._processes.call({"answer": answer, "truth": truth}) is True
 

@@ -16,13 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from ostinato_tools.deadline import DeadlineExceeded, Deadlines, ToolGone, run_bounded
 from ostinato_tools.threads import DaemonThreads
 from ostinato_trainer.config_reward import RewardConfig
 from ostinato_trainer.custom_code import is_file, load_object, without_prefix
 from ostinato_trainer.errors import RewardError
+from ostinato_trainer.reward_failures import failing_as, late_text
 from ostinato_trainer.scoring_processes import ScoringProcesses
 
-__all__ = ["ARGUMENTS", "ComputeScore", "RewardFunction", "custom_function", "keywords_of", "raised_text"]
+__all__ = ["ARGUMENTS", "ComputeScore", "RewardFunction", "custom_function", "keywords_of"]
 
 ComputeScore = Callable[..., Any]
 """`f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs) -> float | dict`, or a coroutine of it."""
@@ -39,7 +41,11 @@ class RewardFunction(Protocol):
     name: str
 
     async def __call__(self, arguments: Mapping[str, Any]) -> Any:
-        """Call it by keyword and return its answer as it is; cancelling gives it up."""
+        """Call it by keyword and return its answer as it is; cancelling gives it up.
+
+        Raises:
+            RewardError: it raised, or took longer than `reward.timeout_s`.
+        """
         ...
 
     async def aclose(self) -> None:
@@ -64,7 +70,7 @@ def custom_function(config: RewardConfig, compute_score: ComputeScore | None) ->
     _check_signature(function, custom.reward_kwargs)
     if config.executor == "process":
         return _in_processes(function, config, is_configured=compute_score is None)
-    return _InThisProcess(function, custom.reward_kwargs, config.num_workers)
+    return _InThisProcess(function, custom.reward_kwargs, config.num_workers, config.timeout_s)
 
 
 def keywords_of(function: ComputeScore, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,36 +79,49 @@ def keywords_of(function: ComputeScore, kwargs: Mapping[str, Any]) -> dict[str, 
     return {name: value for name, value in kwargs.items() if name in names and name not in ARGUMENTS}
 
 
-def raised_text(name: str, error: BaseException) -> str:
-    """What is said of a function that raised."""
-    return f"{name} must return a score, got {type(error).__name__}: {error}; mend the function or the row"
-
-
 class _InThisProcess:
-    """An async function on the loop, another in a thread; threads that never return are left behind, up to a number."""
+    """An async function on the loop, another in a thread; calls that never return are left behind, up to a number."""
 
-    def __init__(self, function: ComputeScore, kwargs: Mapping[str, Any], num_workers: int) -> None:
+    def __init__(self, function: ComputeScore, kwargs: Mapping[str, Any], num_workers: int, timeout_s: float) -> None:
         self.name = _name_of(function)
-        self._function, self._kwargs = function, dict(kwargs)
+        self._function, self._kwargs, self._timeout_s = function, dict(kwargs), timeout_s
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         self._threads = DaemonThreads(num_workers + _MAX_HANGING)
         self._hanging = _Count()
+        self._deadlines: Deadlines | None = None
 
     async def __call__(self, arguments: Mapping[str, Any]) -> Any:
-        # Siblings share the row; what the function does to its arguments is its own.
-        call = partial(self._function, **copy.deepcopy({**arguments, **self._kwargs}))
-        answer = await (call() if self._is_async else self._in_thread(call))
-        return await answer if inspect.isawaitable(answer) else answer
-
-    async def aclose(self) -> None:
-        """Nothing to free: the threads are daemons."""
-
-    async def _in_thread(self, call: Callable[[], Any]) -> Any:
         if (num_hanging := self._hanging.value) >= _MAX_HANGING:
             raise RewardError(
                 f"{self.name} must return, got {num_hanging} calls that run on beyond their deadline; mend the function, or "
                 "write reward.executor=process, which kills what hangs"
             )
+        loop = asyncio.get_running_loop()
+        if self._deadlines is None or self._deadlines.loop is not loop:
+            self._deadlines = Deadlines(self._timeout_s, loop)
+        try:
+            return await run_bounded(self._called(arguments), self._deadlines, self.name, {})
+        except DeadlineExceeded as late:
+            if not late.task.done():  # it ignores its cancellation
+                self._hanging.add(1)
+                late.task.add_done_callback(lambda _: self._hanging.add(-1))
+            raise RewardError(late_text(self.name, self._timeout_s)) from None
+        except ToolGone as gone:
+            raise RewardError(
+                f"{self.name} must return a score, got none, for {gone}; mend the function or the row"
+            ) from gone
+
+    async def aclose(self) -> None:
+        """Nothing to free: the threads are daemons."""
+
+    async def _called(self, arguments: Mapping[str, Any]) -> Any:
+        with failing_as(self.name):
+            # Siblings share the row; what the function does to its arguments is its own.
+            call = partial(self._function, **copy.deepcopy({**arguments, **self._kwargs}))
+            answer = await (call() if self._is_async else self._in_thread(call))
+            return await answer if inspect.isawaitable(answer) else answer
+
+    async def _in_thread(self, call: Callable[[], Any]) -> Any:
         running = _Running(call, self._hanging)
         try:
             return await self._threads.run(running)
@@ -116,31 +135,36 @@ class _Count:
 
     def __init__(self) -> None:
         self.value = 0
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
+
+    def add(self, number: int) -> None:
+        with self._lock:
+            self.value += number
 
 
 class _Running:
     """One call in a thread, counted as hanging from when it was given up to when it returns."""
 
     def __init__(self, call: Callable[[], Any], hanging: _Count) -> None:
-        self._call, self._hanging = call, hanging
+        self._call, self._hanging, self._lock = call, hanging, threading.Lock()
         self._has_begun = self._is_over = self._is_given_up = False
 
     def __call__(self) -> Any:
-        with self._hanging.lock:
+        with self._lock:
             self._has_begun = True
         try:
             return self._call()
         finally:
-            with self._hanging.lock:
+            with self._lock:
                 self._is_over = True
-                self._hanging.value -= self._is_given_up
+                if self._is_given_up:
+                    self._hanging.add(-1)
 
     def give_up(self) -> None:
-        with self._hanging.lock:
+        with self._lock:
             if self._has_begun and not self._is_over:
                 self._is_given_up = True
-                self._hanging.value += 1
+                self._hanging.add(1)
 
 
 class _InProcesses:
@@ -177,6 +201,7 @@ def _in_processes(function: ComputeScore, config: RewardConfig, *, is_configured
         file=file,
         function=place,
         num_processes=config.num_workers,
+        timeout_s=config.timeout_s,
         max_memory_bytes=None if config.max_memory_mb is None else config.max_memory_mb * 2**20,
     )
     return _InProcesses(name, processes, custom.reward_kwargs)
@@ -192,6 +217,10 @@ def _loaded(config: RewardConfig) -> ComputeScore:
 
 
 def _check_signature(function: ComputeScore, kwargs: Mapping[str, Any]) -> None:
+    if overlapping := [name for name in ARGUMENTS if name in kwargs]:
+        raise RewardError(
+            f"{_KEY}.reward_kwargs must not hold what comes from the row, got {overlapping[0]}; give it another name, or mend the rows"
+        )
     try:
         inspect.signature(function).bind(**dict.fromkeys((*ARGUMENTS, *kwargs)))
     except TypeError as error:

@@ -20,11 +20,14 @@ import httpx
 
 from ostinato_trainer.config_reward import RewardModelConfig
 from ostinato_trainer.errors import RewardError
+from ostinato_trainer.reward_failures import late_text
 from ostinato_trainer.reward_pace import Pace
 
 __all__ = ["RewardModel", "conversation", "template_values"]
 
 _MAX_ANSWER_BYTES: Final = 4 * 2**20
+_MAX_JUDGED_CHARS: Final = 16384
+"""Only the end of what a judge says is searched, as a pattern may take quadratic time."""
 _MAX_BACKOFF_S: Final = 30.0
 _JUDGE: Final[dict[str, Any]] = {"temperature": 0.0, "max_tokens": 1024}
 
@@ -36,6 +39,7 @@ class RewardModel:
         config: the node `reward.reward_model`, with a url.
         max_connections: requests at the same time.
         pace: the rate of requests.
+        timeout_s: seconds for one score, all attempts together.
 
     Raises:
         RewardError: the environment has no key where one is to be sent.
@@ -43,9 +47,9 @@ class RewardModel:
 
     name = "the reward model"
 
-    def __init__(self, config: RewardModelConfig, *, max_connections: int, pace: Pace) -> None:
+    def __init__(self, config: RewardModelConfig, *, max_connections: int, pace: Pace, timeout_s: float) -> None:
         assert config.url is not None
-        self._config, self._pace = config, pace
+        self._config, self._pace, self._timeout_s = config, pace, timeout_s
         try:
             self._url = httpx.URL(config.url)
         except httpx.InvalidURL as error:
@@ -58,6 +62,11 @@ class RewardModel:
                 raise RewardError(
                     f"reward.reward_model.api_key_env must name a variable that is set, got {config.api_key_env}, which is not; "
                     "export it, or write null for a server without keys"
+                )
+            if not key.isascii() or not key.isprintable() or " " in key:
+                raise RewardError(
+                    f"reward.reward_model.api_key_env must name a variable that holds a key, got {config.api_key_env} with a space, a line "
+                    "break or another letter that no key has; export the bare key"
                 )
             headers["Authorization"] = f"Bearer {key}"
         self._headers = headers
@@ -73,7 +82,7 @@ class RewardModel:
             values: what the template may name: prompt, response, ground_truth, data_source.
 
         Raises:
-            RewardError: there is no score: the server refuses, fails too often, or gives none.
+            RewardError: there is no score: the server refuses, fails too often, takes too long, or gives none.
         """
         answer = await self._asked(self._body(messages, values))
         try:
@@ -104,31 +113,41 @@ class RewardModel:
         return {name: value for name, value in body.items() if value is not None}
 
     async def _asked(self, body: dict[str, Any]) -> Any:
+        """The first answer that is one, within the deadline of a score."""
         content = json.dumps(body).encode()
-        attempt = 0
+        client = self._client
+        if client is None:  # made where a loop runs, and before the clock does
+            client = self._client = httpx.AsyncClient(headers=self._headers, limits=self._limits, timeout=None)
+        failures: list[str] = []
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._attempts(client, content, failures)
+        except TimeoutError:
+            got = f"{len(failures)} failed attempts, the last: {failures[-1]}" if failures else "no answer"
+            raise RewardError(late_text(f"the reward model at {self._place}", self._timeout_s, got)) from None
+
+    async def _attempts(self, client: httpx.AsyncClient, content: bytes, failures: list[str]) -> Any:
         while True:
             try:
-                return await self._attempt(content)
+                return await self._attempt(client, content)
             except _MayGoBetter as error:
-                attempt += 1
-                if attempt > self._config.max_retries:
+                failures.append(str(error))
+                if len(failures) > self._config.max_retries:
                     raise self._error(
-                        f"answer within {attempt} attempts",
+                        f"answer within {len(failures)} attempts",
                         str(error),
                         "see the server, or raise reward.reward_model.max_retries",
                     ) from None
-                await asyncio.sleep(self._backoff_s(attempt, error.retry_after_s))
+                await asyncio.sleep(self._backoff_s(len(failures), error.retry_after_s))
                 await self._pace.turn()
 
-    async def _attempt(self, content: bytes) -> Any:
-        if self._client is None:
-            self._client = httpx.AsyncClient(headers=self._headers, limits=self._limits, timeout=None)
+    async def _attempt(self, client: httpx.AsyncClient, content: bytes) -> Any:
         timeout_s = self._config.request_timeout_s
         deadline = asyncio.timeout(timeout_s)
         try:
             async with (
                 deadline,
-                self._client.stream(
+                client.stream(
                     "POST", self._url, content=content, headers={"Content-Type": "application/json"}
                 ) as response,
             ):
@@ -187,7 +206,7 @@ class RewardModel:
         return float(numbers[index or 0])
 
     def _judged(self, text: str) -> float:
-        found = list(self._pattern.finditer(text))
+        found = list(self._pattern.finditer(text[-_MAX_JUDGED_CHARS:]))
         try:
             if found:
                 return float(found[-1][1])

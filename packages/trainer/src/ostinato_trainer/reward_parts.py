@@ -86,5 +86,5 @@ def _reduced(part: Any, reduction: str, name: str) -> float:
             raise RewardError(
                 f"{name} must be finite numbers to be part of a reward, got {value!r:.80}; mend the tool or the agent that gave it"
             )
-    total = float(sum(values))
+    total = sum(map(float, values))  # floats: a sum beyond them is infinite, which is refused above
     return total / len(values) if reduction == "mean" and values else total

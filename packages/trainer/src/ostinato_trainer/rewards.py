@@ -1,7 +1,8 @@
 """From a finished trajectory to a score: `RewardManager`.
 
 A scorer that raises, hangs or answers with no finite number makes an error, which the agent loop records as a failure of that
-trajectory; it never makes a zero. Scores are computed a few at a time, each with a deadline; what they are made of is `reward_parts`.
+trajectory; it never makes a zero. Functions and models are asked a few at a time, each answer with a deadline; what a reward is made
+of is `reward_parts`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from ostinato_agent_loop import AgentLoopOutput, RewardResult
 from ostinato_tokenization import ChatTokenizer
 from ostinato_trainer.config_reward import RewardConfig
 from ostinato_trainer.errors import RewardError
-from ostinato_trainer.reward_functions import ComputeScore, custom_function, raised_text
+from ostinato_trainer.reward_failures import failing_as
+from ostinato_trainer.reward_functions import ComputeScore, custom_function
 from ostinato_trainer.reward_pace import Pace
 from ostinato_trainer.reward_parts import combined, is_score_alone
 from ostinato_trainer.scorers import BuiltInScorers
@@ -61,7 +63,7 @@ class RewardManager:
         self._config, self._tokenizer, self._max_response_length = config, tokenizer, max_response_length
         self._custom = custom_function(config, compute_score)
         self._built_in = (
-            BuiltInScorers(config.custom_reward_function.reward_kwargs, config.num_workers)
+            BuiltInScorers(config.custom_reward_function.reward_kwargs, config.num_workers, config.timeout_s)
             if self._custom is None
             else None
         )
@@ -72,7 +74,12 @@ class RewardManager:
             # Only here, since httpx takes its time to load.
             from ostinato_trainer.reward_model import RewardModel
 
-            self._model = RewardModel(config.reward_model, max_connections=config.num_workers, pace=self._model_pace)
+            self._model = RewardModel(
+                config.reward_model,
+                max_connections=config.num_workers,
+                pace=self._model_pace,
+                timeout_s=config.timeout_s,
+            )
         self._slots = asyncio.Semaphore(config.num_workers)
         self.check_data_sources(data_sources)
 
@@ -127,23 +134,13 @@ class RewardManager:
 
     async def _outcome(self, arguments: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
         """The function's or scorer's answer: the score and the rest."""
-        if self._custom is not None:
-            function = self._custom
-            return _result(
-                await self._within_limits(lambda: function(arguments), function.name, self._pace), function.name
-            )
-        scorer = self._built_in
-        assert scorer is not None
-        if not scorer.runs_on_loop(arguments["data_source"]):
-            answer = await self._within_limits(lambda: scorer(arguments), scorer.name, None)
-        else:
-            try:
-                answer = await scorer(arguments)
-            except RewardError:
-                raise
-            except Exception as error:
-                raise RewardError(raised_text(scorer.name, error)) from error
-        return _result(answer, scorer.name)
+        if self._custom is None:
+            assert self._built_in is not None
+            with failing_as(self._built_in.name):
+                return _result(await self._built_in(arguments), self._built_in.name)
+        function = self._custom
+        with failing_as(function.name):
+            return _result(await self._in_turn(lambda: function(arguments), self._pace), function.name)
 
     async def _of_model(self, row: Mapping[str, Any], arguments: Mapping[str, Any], last: AgentLoopOutput) -> float:
         from ostinato_trainer.reward_model import conversation, template_values
@@ -155,7 +152,8 @@ class RewardManager:
             )
         messages = last.extra_fields.get("messages") or conversation(prompt, arguments["solution_str"])
         values = template_values(arguments, prompt)
-        return await self._within_limits(lambda: model(messages, values), model.name, self._model_pace)
+        with failing_as(model.name):
+            return await self._in_turn(lambda: model(messages, values), self._model_pace)
 
     def _arguments(self, row: Mapping[str, Any], outputs: Sequence[AgentLoopOutput]) -> dict[str, Any]:
         last = outputs[-1]
@@ -182,26 +180,11 @@ class RewardManager:
         turns = [[token_id for _, token_id in run] for sampled, run in runs if sampled]
         return "\n".join(self._tokenizer.decode(turn, skip_special_tokens=True) for turn in turns)
 
-    async def _within_limits(self, call: Callable[[], Coroutine[Any, Any, Any]], name: str, pace: Pace | None) -> Any:
-        """Await `call()` when there is a place and it is its turn; the deadline counts from then on."""
-        timeout_s = self._config.timeout_s
+    async def _in_turn(self, call: Callable[[], Coroutine[Any, Any, Any]], pace: Pace) -> Any:
+        """Await `call()` when there is a place and it is its turn; its deadline is its own, and counts from then on."""
         async with self._slots:
-            if pace is not None:
-                await pace.turn()
-            deadline = asyncio.timeout(timeout_s)
-            try:
-                async with deadline:
-                    return await call()
-            except RewardError:
-                raise
-            except TimeoutError as error:
-                if not deadline.expired():
-                    raise RewardError(raised_text(name, error)) from error
-                raise RewardError(
-                    f"{name} must answer within reward.timeout_s={timeout_s:g} s, got no answer; raise it or mend the function"
-                ) from None
-            except (Exception, SystemExit) as error:
-                raise RewardError(raised_text(name, error)) from error
+            await pace.turn()
+            return await call()
 
 
 def _result(answer: Any, name: str) -> tuple[float, dict[str, Any]]:

@@ -110,7 +110,7 @@ SCORERS: Final[dict[str, Callable[..., Any]]] = {
     "math_dapo_reasoning": score_math_dapo,
     "aime": score_math_dapo,
 }
-"""data_source -> scorer. Those that are not async cost microseconds and run on the event loop."""
+"""data_source -> scorer. They run on the event loop: what takes longer than microseconds in them goes to other processes."""
 
 _PREFIXES: Final[dict[str, Callable[..., Any]]] = {"aime": score_math_dapo}
 """Beginning of a data_source, such as `aime2024` or `aime_2025` -> scorer."""
@@ -142,6 +142,7 @@ class BuiltInScorers:
     Args:
         kwargs: `reward_kwargs`.
         num_workers: scores at the same time, for those that run in processes.
+        timeout_s: seconds for one of these.
 
     Raises:
         RewardError: no scorer takes one of `kwargs`.
@@ -149,9 +150,9 @@ class BuiltInScorers:
 
     name = "the built-in scorer"
 
-    def __init__(self, kwargs: Mapping[str, Any], num_workers: int) -> None:
+    def __init__(self, kwargs: Mapping[str, Any], num_workers: int, timeout_s: float) -> None:
         self._kwargs = dict(kwargs)
-        self._equivalence = MathEquivalence(num_workers)
+        self._equivalence = MathEquivalence(num_workers, timeout_s)
         self._check_kwargs(SCORERS.values(), "any built-in scorer")
 
     def check(self, data_sources: Iterable[str | None]) -> None:
@@ -167,15 +168,11 @@ class BuiltInScorers:
         if self._kwargs.get("math_verify", True) and any(map(_asks_math_verify, scorers)):
             check_math_verify()
 
-    def runs_on_loop(self, data_source: str | None) -> bool:
-        """Whether the scorer answers at once, so that it needs neither a place nor a deadline."""
-        return not inspect.iscoroutinefunction(scorer_for(data_source))
-
     async def __call__(self, arguments: Mapping[str, Any]) -> Any:
-        """Score one row.
+        """Score one row: at once, but for what has to ask math-verify.
 
         Raises:
-            RewardError: its data source has no scorer, or the row is not what its scorer reads.
+            RewardError: its data source has no scorer, the row is not what its scorer reads, or there is no verdict.
         """
         scorer = scorer_for(arguments["data_source"])
         given = keywords_of(scorer, self._kwargs)

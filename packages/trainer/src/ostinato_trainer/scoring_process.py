@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 LENGTH = struct.Struct("!Q")
+MAX_ANSWER_BYTES = 16 * 2**20
 _PR_SET_PDEATHSIG = 1
 
 
@@ -48,19 +49,18 @@ def main() -> None:
         reply = _failed(error)
     _send(answers, reply)
     own_pid = os.getpid()
+    runner = (
+        asyncio.Runner()
+    )  # one loop for all calls: what an async function keeps, such as connections, belongs to it
     while function is not None and (message := _received(requests)) is not None:
         try:
-            reply = {"answer": _called(function, pickle.loads(message["arguments"]))}
+            answer = function(**pickle.loads(message["arguments"]))
+            reply = {"answer": runner.run(_awaited(answer)) if inspect.isawaitable(answer) else answer}
         except BaseException as error:  # also SystemExit: it ends the call, not the process
             reply = _failed(error)
         if os.getpid() != own_pid:
             os._exit(0)  # a fork of the function's that ran to the end of it: the answer is its parent's
         _send(answers, reply)
-
-
-def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    answer = function(**arguments)
-    return asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
 
 
 async def _awaited(answer: Any) -> Any:
@@ -91,6 +91,8 @@ def _received(requests: BinaryIO) -> Any:
 def _send(answers: BinaryIO, reply: dict[str, Any]) -> None:
     try:
         body = json.dumps(reply, default=_plain, check_circular=True).encode()
+        if len(body) > MAX_ANSWER_BYTES:
+            raise ValueError(f"{len(body)} bytes of JSON, more than {MAX_ANSWER_BYTES}")
     except Exception as error:
         text = f"the answer of a function in a process must be numbers, text, lists and mappings, got {error}"
         body = json.dumps({"error": f"TypeError: {text}", "traceback": ""}).encode()

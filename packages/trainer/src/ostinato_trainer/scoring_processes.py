@@ -1,8 +1,9 @@
 """Processes for scores: bounded in number, memory and time, killed and replaced when they hang.
 
-Invariant: a call that is cancelled, as a deadline does, kills the process that runs it with all that this one has started; nothing of
-it is left, and the next call gets another. A process is started when it is first needed and serves one call at a time; its start is
-no part of any call's life, so that deadlines shorter than an import do not start it over and over.
+Invariant: a call that meets its deadline or is cancelled kills the process that runs it with all that this one has started; nothing of
+it is left, and the next call gets another. The deadline counts from when a process has the call: neither the start of a process nor
+waiting for one that another call has makes a call late. A process is started when it is first needed and serves one call at a time; its
+start goes on when the call that began it is given up.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from ostinato_trainer.errors import RewardError
-from ostinato_trainer.scoring_process import LENGTH
+from ostinato_trainer.reward_failures import late_text
+from ostinato_trainer.scoring_process import LENGTH, MAX_ANSWER_BYTES
 
 __all__ = ["ScoringProcesses"]
 
 _PROGRAM: Final = Path(__file__).with_name("scoring_process.py")
-_MAX_ANSWER_BYTES: Final = 16 * 2**20
 _STARTING_S: Final = 300.0
 _CLOSING_S: Final = 10.0
 
@@ -39,6 +40,7 @@ class ScoringProcesses:
         file: the file that is executed under that name; None imports it.
         function: its name there.
         num_processes: most of them.
+        timeout_s: seconds for one call (`reward.timeout_s`).
         max_memory_bytes: most address space of each; None: no limit.
     """
 
@@ -50,9 +52,10 @@ class ScoringProcesses:
         file: str | None,
         function: str,
         num_processes: int,
+        timeout_s: float,
         max_memory_bytes: int | None = None,
     ) -> None:
-        self._name = name
+        self._name, self._timeout_s = name, timeout_s
         self._setup = {"module": module, "file": file, "name": function, "max_memory_bytes": max_memory_bytes}
         self._slots = asyncio.Semaphore(num_processes)
         self._idle: deque[_Process] = deque()
@@ -74,8 +77,8 @@ class ScoringProcesses:
             Its answer as plain data: what JSON has, NaN included.
 
         Raises:
-            RewardError: the function raised, cannot be loaded there, ended its process or gave what is no plain data, or the
-                arguments cannot be pickled.
+            RewardError: the function raised, is late, cannot be loaded there, ended its process or gave what is no plain data,
+                or the arguments cannot be pickled.
         """
         try:
             message = pickle.dumps({"arguments": pickle.dumps(dict(arguments))})
@@ -89,8 +92,11 @@ class ScoringProcesses:
             process = await self._take()
             is_done = False
             try:
-                reply = await process.exchange(message)
+                async with asyncio.timeout(self._timeout_s):
+                    reply = await process.exchange(message)
                 is_done = True
+            except TimeoutError:
+                raise RewardError(late_text(self._name, self._timeout_s)) from None
             except _Ended as error:
                 raise RewardError(
                     f"the process of {self._name} must live until it answers, got {error}; see what it wrote, and raise "
@@ -216,8 +222,8 @@ class _Process:
             self._requests.write(LENGTH.pack(len(message)) + message)
             await self._requests.drain()
             size = LENGTH.unpack(await self._answers.readexactly(LENGTH.size))[0]
-            if size > _MAX_ANSWER_BYTES:
-                raise _Ended(f"an answer of {size} bytes, more than {_MAX_ANSWER_BYTES}")
+            if size > MAX_ANSWER_BYTES:
+                raise _Ended(f"an answer of {size} bytes, more than {MAX_ANSWER_BYTES}")
             return json.loads(await self._answers.readexactly(size))
         except (OSError, asyncio.IncompleteReadError):
             with contextlib.suppress(TimeoutError):
