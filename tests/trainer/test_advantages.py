@@ -335,6 +335,31 @@ def test_an_own_estimator_is_registered_checked_and_masked():
         with_advantages(batch, "short_for_test")
 
 
+def test_an_own_estimator_comes_from_a_file(tmp_path):
+    """file.py:function runs as it is; one that was registered there keeps what it said it needs; what is not there is named."""
+    file = tmp_path / "my_algorithms.py"
+    file.write_text(
+        "from ostinato_trainer.advantages import register_advantage_estimator\n"
+        "def twos(batch, options):\n    return batch.loss_mask.double() * 2\n"
+        "@register_advantage_estimator('tested_critical', needs_critic=True)\n"
+        "def critical(batch, options):\n    return batch.loss_mask.double()\n"
+        "number = 3\n"
+    )
+    batch = Batch.from_segments([segment("a", 1.0, mask=(1, 0))])
+    advantages = with_advantages(batch, f"{file}:twos").advantages
+    assert advantages is not None
+    assert advantages.tolist() == [0.0, 2.0, 0.0]
+    assert needs_critic(f"{file}:critical")
+    assert not needs_critic(f"{file}:twos")
+    for wrong, message in (
+        (f"{file}:nothing", "got 'nothing'"),
+        (f"{file}:number", "must name a function"),
+        (":f", "file.py:function"),
+    ):
+        with pytest.raises(AlgorithmError, match=message):
+            advantage_estimator(wrong)
+
+
 def test_bad_rewards_are_refused():
     """A reward that is not finite, or vectors of two lengths, are errors."""
     with pytest.raises(BatchError, match="rewards must be finite, got nan"):

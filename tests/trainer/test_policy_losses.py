@@ -324,3 +324,13 @@ def test_an_own_loss_is_registered_by_name():
     assert not needs_whole_trajectories("vanilla")
     with pytest.raises(AlgorithmError, match="must be unique, got 'plain_for_test' twice"):
         register_policy_loss("plain_for_test")(plain)
+
+
+def test_an_own_loss_comes_from_a_file(tmp_path):
+    """file.py:function is a loss; a file that is not there is named with the key."""
+    file = tmp_path / "my_losses.py"
+    file.write_text("def mine(log_probs, old_log_probs, batch, options):\n    return None\n")
+    assert policy_loss(f"{file}:mine").__name__ == "mine"
+    assert not needs_whole_trajectories(f"{file}:mine")
+    with pytest.raises(AlgorithmError, match=r"policy_loss\.loss_mode.* must be an existing Python file"):
+        policy_loss(f"{tmp_path}/none.py:mine")

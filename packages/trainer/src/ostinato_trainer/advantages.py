@@ -24,6 +24,7 @@ from ostinato_trainer.advantages_token import (
     whiten,
 )
 from ostinato_trainer.batch import Batch
+from ostinato_trainer.custom_code import load_function
 from ostinato_trainer.errors import AlgorithmError, BatchError
 
 __all__ = [
@@ -108,10 +109,10 @@ def register_advantage_estimator(
 
 
 def advantage_estimator(name: str) -> AdvantageEstimator:
-    """The estimator of that name.
+    """The estimator of that name, or the function that `module:function` or `file.py:function` names.
 
     Raises:
-        AlgorithmError: it does not exist; the message lists those that exist.
+        AlgorithmError: it does not exist, the message lists those that exist; or its file cannot be imported.
     """
     return _entry(name).estimate
 
@@ -228,10 +229,14 @@ def _gae_of_batch(batch: Batch, options: AdvantageOptions) -> Estimate:
 
 
 def _entry(name: str) -> _Entry:
+    if ":" in name and name not in _estimators:
+        estimator = load_function(name, key="algorithm.adv_estimator", error=AlgorithmError)
+        registered = (entry for entry in _estimators.values() if entry.estimate is estimator)
+        _estimators[name] = next(registered, _Entry(estimator, needs_critic=False, needs_baseline=False))
     if name not in _estimators:
-        known = ", ".join(sorted(_estimators))
+        known = ", ".join(sorted(known for known in _estimators if ":" not in known))
         raise AlgorithmError(
-            f"adv_estimator must be one of {known}, got {name!r}; choose one of them or register your own"
+            f"adv_estimator must be one of {known}, got {name!r}; choose one of them, or name your own as file.py:function"
         )
     return _estimators[name]
 

@@ -60,7 +60,7 @@ class PolicyLossConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Which policy loss (`actor_rollout_ref.actor.policy_loss`)."""
 
     loss_mode: str = "vanilla"
-    """Policy loss by name: vanilla (PPO), gspo, cispo, gpg, sapo, or one that was registered."""
+    """Policy loss by name: vanilla (PPO), gspo, cispo, gpg, sapo, or one's own: file.py:function, or the name that it was registered under."""
 
 
 class ActorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

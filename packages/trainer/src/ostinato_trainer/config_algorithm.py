@@ -116,7 +116,7 @@ class AlgorithmConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     adv_estimator: str = "grpo"
     """Advantage estimator by name: grpo, rloo, opo, gpg, grpo_passk, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, gae (with a
-    critic), or one that was registered."""
+    critic), or one's own: file.py:function, or the name that it was registered under."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide the advantages of grpo and grpo_passk by the group's standard deviation; false is Dr. GRPO."""
     gamma: Annotated[float, Meta(ge=0, le=1)] = 1.0

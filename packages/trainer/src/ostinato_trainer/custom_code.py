@@ -10,13 +10,14 @@ import importlib
 import importlib.util
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
 from ostinato_trainer.errors import TrainerError
 
-__all__ = ["is_file", "load_object", "place_of", "without_prefix"]
+__all__ = ["is_file", "load_function", "load_object", "place_of", "without_prefix"]
 
 _FILE_PREFIX: Final = "file://"
 _MODULE_PREFIX: Final = "pkg://"
@@ -40,6 +41,23 @@ def load_object(path: str, name: str, *, key: str, error: type[TrainerError]) ->
         names = ", ".join(sorted(other for other in vars(module) if not other.startswith("_"))) or "nothing"
         raise error(f"{key}.name must be defined in {path}, got {name!r}; it defines {names}")
     return getattr(module, name)
+
+
+def load_function(place: str, *, key: str, error: type[TrainerError]) -> Callable[..., Any]:
+    """Import the function that `module:name` or `file.py:name` names. Errors as `load_object`, and where it is no function.
+
+    Args:
+        place: where it is.
+        key: the configuration key that named it; for messages.
+        error: what to raise.
+    """
+    path, _, name = place.rpartition(":")
+    if not path or not name:
+        raise error(f"{key} must be module:function or file.py:function, got {place!r}; write it so")
+    function = load_object(path, name, key=key, error=error)
+    if not callable(function):
+        raise error(f"{key} must name a function, got {type(function).__name__} at {place}; name another")
+    return function
 
 
 def is_file(path: str) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ostinato_trainer.aggregation import aggregate, token_average
 from ostinato_trainer.backend import LossFn, LossOutput, MicroBatch, MicroBatchOutput
+from ostinato_trainer.custom_code import load_function
 from ostinato_trainer.errors import AlgorithmError, BatchError
 from ostinato_trainer.kl import kl_estimate, kl_kind
 
@@ -205,10 +206,10 @@ def register_policy_loss(name: str, *, whole_trajectories: bool = False) -> Call
 
 
 def policy_loss(name: str) -> PolicyLoss:
-    """The loss of that name.
+    """The loss of that name, or the function that `module:function` or `file.py:function` names.
 
     Raises:
-        AlgorithmError: it does not exist; the message lists those that exist.
+        AlgorithmError: it does not exist, the message lists those that exist; or its file cannot be imported.
     """
     return _entry(name).loss
 
@@ -301,10 +302,14 @@ def _kept(values: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def _entry(name: str) -> _Entry:
+    if ":" in name and name not in _losses:
+        loss = load_function(name, key="actor_rollout_ref.actor.policy_loss.loss_mode", error=AlgorithmError)
+        registered = (entry for entry in _losses.values() if entry.loss is loss)
+        _losses[name] = next(registered, _Entry(loss, whole_trajectories=False))
     if name not in _losses:
-        known = ", ".join(sorted(_losses))
+        known = ", ".join(sorted(known for known in _losses if ":" not in known))
         raise AlgorithmError(
-            f"policy loss must be one of {known}, got {name!r}; choose one of them or register your own"
+            f"policy loss must be one of {known}, got {name!r}; choose one of them, or name your own as file.py:function"
         )
     return _losses[name]
 
