@@ -290,12 +290,15 @@ def test_kills_at_many_moments(lab: Lab, straight: Path, tmp_path: Path) -> None
         ("trainer.async_save=false", "trainer.max_ckpt_to_keep=1", "trainer.save_freq=2"),
         ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.ppo_epochs=2"),
         ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=20"),
+        ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.use_kl_loss=true"),
     ],
-    ids=["critic", "waiting", "reference", "controller"],
+    ids=["critic", "waiting", "reference", "controller", "adapters"],
 )
 def test_other_runs_too(lab: Lab, tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    """With a critic, with checkpoints that are waited for and removed, with a reference policy, and with a controller of the divergence:
-    killed or not, the end is the same."""
+    """With a critic, with checkpoints that are waited for and removed, with a reference policy, with a controller of the divergence, and with
+    adapters: killed or not, the end is the same."""
+    if any("lora" in override for override in overrides):
+        pytest.importorskip("peft")
     lab.finish(tmp_path / "straight", *overrides)
     kills_until_the_end(lab, tmp_path / "run", random.Random(4), 3, *overrides)
     must_be_alike(tmp_path / "run", tmp_path / "straight")
