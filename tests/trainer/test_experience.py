@@ -137,6 +137,19 @@ def test_what_is_rejected_still_counts_in_the_baseline():
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 0.5
 
 
+def test_what_is_rejected_was_rewarded_all_the_same():
+    """The rewards less the divergence, of which metrics tell, stay those of all trajectories."""
+    keys = [
+        f"{ALGORITHM}.use_kl_in_reward=true",
+        f"{CORRECTION}.rollout_rs=seq_mean_k1",
+        f"{CORRECTION}.rollout_rs_threshold=2.0",
+    ]
+    got, _, _, _ = prepared(sampled(log_probs=(-8.0, math.nan, -1.0)), *keys)
+    assert not got.loss_mask[:5].any()
+    assert got.token_rewards is not None
+    assert got.token_rewards.sum().item() == pytest.approx(1.0 - 3 * 0.001 * 0.5)
+
+
 def test_weights_reach_the_batch():
     """Token by token, cut at 2."""
     got, _, _, _ = prepared(sampled(log_probs=(-8.0, math.nan, -1.0)), f"{CORRECTION}.rollout_is=token")

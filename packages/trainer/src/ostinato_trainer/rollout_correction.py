@@ -65,7 +65,7 @@ def correct_rollout(batch: Batch, config: RolloutCorrectionConfig) -> tuple[Batc
     if rejections:
         kept, of_rejection = _kept(tokens, rejections)
         columns["loss_mask"] = batch.loss_mask.index_copy(0, tokens.places, kept)
-        for name in ("advantages", "values", "returns", "token_rewards"):
+        for name in ("advantages", "values", "returns"):
             column = getattr(batch, name)
             if column is not None:
                 columns[name] = torch.where(columns["loss_mask"], column, 0.0)
