@@ -6,6 +6,7 @@ Invariant: a group that reaches the trainer has as many trajectories without a f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -19,6 +20,8 @@ __all__ = ["DropCounts", "DropLimits", "GroupFilter", "is_good"]
 _TOO_FEW = "too few trajectories without a failure"
 _ALIKE = "all alike in the metric of filter_groups"
 _SCORE_NAMES = ("score", "seq_reward")
+_SAME = 1e-9
+"""Values that differ by less are alike: sums of the same parts in another order."""
 
 
 def is_good(trajectory: Trajectory) -> bool:
@@ -53,13 +56,10 @@ class GroupFilter:
                 f"{failures[0].where}: {failures[0].message}" if failures else "a trajectory got no reward"
             )
             return _TOO_FEW
-        if (
-            self._metric is None
-            or len({self._value(trajectory) for trajectory in good}) > 1
-            or len(group.trajectories) == 1
-        ):
+        if self._metric is None:
             return True
-        return _ALIKE
+        values = [self._value(trajectory) for trajectory in good]
+        return _ALIKE if math.isclose(min(values), max(values), rel_tol=_SAME, abs_tol=_SAME) else True
 
     def _value(self, trajectory: Trajectory) -> float:
         reward = trajectory.reward
@@ -67,13 +67,16 @@ class GroupFilter:
         if self._metric in _SCORE_NAMES:
             return float(reward.score)
         try:
-            return float(reward.extra[str(self._metric)])
+            value = float(reward.extra[str(self._metric)])
+            if not math.isfinite(value):
+                raise ValueError
         except (KeyError, TypeError, ValueError):
             known = ", ".join(["score", *sorted(reward.extra)])
             self.error = AlgorithmError(
-                f"algorithm.filter_groups.metric must name a number that the reward function gives, got {self._metric}; it gives {known}"
+                f"algorithm.filter_groups.metric must name a finite number that the reward function gives, got {self._metric}; it gives {known}"
             )
             raise self.error from None
+        return value
 
 
 class DropCounts(msgspec.Struct, frozen=True):
