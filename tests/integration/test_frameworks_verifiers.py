@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ostinato_agent_loop import GatewayConfig, TrajectoryEnd
 from ostinato_rollout import FailureKind
+from ostinato_trainer.quickstart.run import run_quickstart
+from ostinato_trainer.sft import SftSettings
 
 pytestmark = pytest.mark.slow  # each trajectory starts a heavy program
 
@@ -174,3 +178,37 @@ async def test_a_rollout_that_fails_has_no_reward(environment, frameworks, turns
     assert trajectory.failure.kind is kind
     assert said in trajectory.failure.message
     assert trajectory.reward is None
+
+
+def test_rows_of_an_environment_are_trained_on(environment, tmp_path):
+    """Two steps of the quickstart's model on the rows that the example wrote: sampled by the harness, scored by the rewards, trained exactly."""
+    pytest.importorskip("plotille")
+    rows = [environment.row(index, max_turns=1) for index in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    agent = "actor_rollout_ref.rollout.agent"
+    overrides = (
+        f"data.train_files={tmp_path / 'rows.jsonl'}",
+        "data.val_files=[]",
+        "data.train_batch_size=1",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+        "actor_rollout_ref.rollout.n=2",
+        f"{agent}.default_agent_loop=gateway_agent",
+        *(
+            f"{agent}.gateway.{name}={json.dumps(getattr(environment.gateway, name))}"
+            for name in ("command", "env", "pass_env", "own_reward")
+        ),
+        "reward.custom_reward_function.path=null",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        "trainer.val_before_train=false",
+    )
+    warm_start = SftSettings(steps=20, batch_size=8, lr=4e-3, warmup_steps=2)
+    console = Console(file=io.StringIO(), width=120)
+    run_quickstart(tmp_path / "run", seed=1, console=console, warm_start=warm_start, overrides=overrides)
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "critic/score/mean" in record]
+    assert [step["step"] for step in steps] == [1, 2]
+    for step in steps:
+        assert step["agent_loop/failures"] == 0
+        assert step["training/rollout_probs_diff_max"] < 1e-3
