@@ -199,8 +199,8 @@ async def test_a_function_that_cancels_itself_is_an_error(is_async: bool) -> Non
         await manager(coroutine if is_async else plain)(ROW, ANSWER)
 
 
-async def test_an_answer_that_cannot_even_be_shown_is_an_error() -> None:
-    """An object whose description raises is no score either."""
+async def test_what_cannot_even_be_shown_is_an_error() -> None:
+    """An answer, or an exception, whose description raises is an error like any other."""
 
     class Odd:
         def __repr__(self) -> str:
@@ -211,6 +211,16 @@ async def test_an_answer_that_cannot_even_be_shown_is_an_error() -> None:
 
     with pytest.raises(RewardError, match="odd must return a score, got ValueError: unspeakable"):
         await manager(odd)(ROW, ANSWER)
+
+    class OddError(Exception):
+        def __str__(self) -> str:
+            raise ValueError("unspeakable")
+
+    def fail(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> Any:
+        raise OddError
+
+    with pytest.raises(RewardError, match="fail must return a score, got OddError;"):
+        await manager(fail)(ROW, ANSWER)
 
 
 async def test_at_most_num_workers_scores_run_at_once() -> None:

@@ -24,7 +24,11 @@ def failing_as(name: str) -> Iterator[None]:
 
 def raised_text(name: str, error: BaseException) -> str:
     """What is said of a function that raised."""
-    return f"{name} must return a score, got {type(error).__name__}: {error}; mend the function or the row"
+    try:
+        shown = f"{type(error).__name__}: {error}"
+    except Exception:  # an error that cannot even be shown
+        shown = type(error).__name__
+    return f"{name} must return a score, got {shown}; mend the function or the row"
 
 
 def late_text(name: str, timeout_s: float, got: str = "no answer") -> str:
