@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import shutil
 
 import pytest
 import torch
@@ -260,6 +261,21 @@ def test_bad_input_is_refused():
     for bad in ({"dtype": "float16"}, {"lr": -1.0}, {"grad_clip": 0.0}, {"lr_scheduler_type": "step"}):
         with pytest.raises(BackendError, match=f"{next(iter(bad))} must be"):
             make_backend(**bad)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
+def test_compiled_layers_give_the_same_numbers():
+    """With use_torch_compile, log-probabilities and gradients are those of the plain model to float32 rounding."""
+    plain, compiled = make_backend(layers=1), make_backend(layers=1, use_torch_compile=True)
+    weighted = with_loss_weights(make_batch(), "token-mean")
+    for backend in (plain, compiled):
+        backend.forward_backward([weighted], sft_loss, temperature=0.7)
+    for name, gradient in gradients(compiled).items():
+        assert torch.allclose(gradient, gradients(plain)[name], rtol=1e-4, atol=1e-6)
+    expected = plain.log_probs(weighted, temperature=0.7)
+    assert torch.allclose(compiled.log_probs(weighted, temperature=0.7), expected, rtol=0, atol=1e-5)
 
 
 def test_metrics_merge_by_sum_and_by_extreme():

@@ -211,9 +211,12 @@ def packed_attention(
     _check_kind(module, dropout, is_causal, others)
     if query.device.type == CUDA and query.dtype in (torch.float16, torch.bfloat16) and _VARLEN is not None:
         return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window).unsqueeze(0), None
-    return _by_sequence(query, key, value, cu_seq_lens_q, scaling, sliding_window).transpose(1, 2), None
+    segments = query, key, value, cu_seq_lens_q, scaling, sliding_window
+    attended = _by_sequence(*segments)  # pyright: ignore[reportCallIssue]  the decorator's stub knows no arguments
+    return attended.transpose(1, 2), None
 
 
+@torch.compiler.disable  # it would be compiled anew for every number of sequences
 def _by_sequence(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
