@@ -99,9 +99,10 @@ class Environment:
         done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True, timeout=120)
         self.rows = [json.loads(line) for line in done.stdout.splitlines()]
 
-    def row(self, index: int, *, with_tools: bool = False, **agent) -> dict:
+    def row(self, index: int, *, with_tools: bool = False, env_id: str = "", **agent) -> dict:
         """A row whose environment has further settings."""
         given = json.loads(self.rows[index]["extra_info"]["verifiers"])
+        given["env"]["id"] = env_id
         given["env"]["agent"] |= agent
         given["env"]["taskset"]["task"] = {"with_tools": with_tools}
         row = self.rows[index]
@@ -178,6 +179,14 @@ async def test_a_rollout_that_fails_has_no_reward(environment, frameworks, turns
     assert trajectory.failure.kind is kind
     assert said in trajectory.failure.message
     assert trajectory.reward is None
+
+
+async def test_an_episode_of_several_traces_has_no_one_reward(environment, frameworks):
+    """An environment whose agent plays several times is refused: which of its rewards would be the trajectory's?"""
+    row = environment.row(1, env_id="best-of-n", max_turns=1)
+    trajectory = await frameworks.run(["It is 3.<|im_end|>"] * 9, row, environment.gateway)
+    assert trajectory.failure.kind is FailureKind.AGENT
+    assert "an episode must have one trace, whose reward it is, got 4" in trajectory.failure.message
 
 
 def test_rows_of_an_environment_are_trained_on(environment, tmp_path):
