@@ -394,6 +394,7 @@ def test_a_checkpoint_that_does_not_fit_harms_no_earlier_one(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     out = tmp_path / "out"
-    assert CheckpointManager(out).latest() == out / "global_step_1"
+    with CheckpointManager(out) as manager:
+        assert manager.latest() == out / "global_step_1"
     assert check_complete(out / "global_step_1").step == 1
     assert not [path for path in out.iterdir() if path.name.startswith(".")]

@@ -69,7 +69,8 @@ def print_report(output: Path, console: Console) -> None:
         console.print(
             f"On held-out problems, never trained on: {accuracies[0]:.0%} right before, [bold]{accuracies[-1]:.0%}[/bold] after."
         )
-    checkpoint = CheckpointManager(output).latest()
+    with CheckpointManager(output) as checkpoints:
+        checkpoint = checkpoints.latest()
     if checkpoint is not None:
         print_next_steps(output, checkpoint, console)
 
