@@ -7,9 +7,12 @@ import math
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ostinato_trainer.assembly import run_training
-from ostinato_trainer.config_loading import load_config
+from ostinato_trainer.config_loading import load_config, load_tree
+from ostinato_trainer.config_sft import SftConfig
+from ostinato_trainer.sft_run import run_sft
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "quickstart"
 RECIPES = sorted(FOLDER.glob("*.yaml"))
@@ -54,3 +57,21 @@ def test_a_recipe_trains(path: Path, quickstart_home: Path, tmp_path: Path) -> N
         assert math.isfinite(step["actor/pg_loss"])
         assert step["actor/grad_norm"] > 0
         assert step["training/num_trajectories"] == 24.0
+
+
+@pytest.mark.slow
+def test_supervised_fine_tuning_and_then_a_recipe(quickstart_home: Path, tmp_path: Path) -> None:
+    """The quickstart's dialogues are what the recipe of supervised fine-tuning reads, and its model is what a run starts from."""
+    recipe = FOLDER.parent / "sft" / "quickstart.yaml"
+    home, sft, run = quickstart_home, tmp_path / "sft", tmp_path / "run"
+    settings = [
+        f"model.path={home / 'model'}",
+        f"data.train_files={home / 'dialogues.jsonl'}",
+        f"trainer.default_local_dir={sft}",
+        "trainer.total_training_steps=2",
+    ]
+    config, _ = load_tree(SftConfig, recipe, settings)
+    run_sft(config, console=Console(quiet=True))
+    keys = (f"trainer.default_local_dir={run}", f"actor_rollout_ref.model.path={sft}", "trainer.logger=[jsonl]")
+    run_training(load_config([home / "config.yaml", FOLDER / "grpo.yaml"], [*SHORT, *BATCH, *keys]))
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2

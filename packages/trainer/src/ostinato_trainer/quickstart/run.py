@@ -87,7 +87,7 @@ def run_quickstart(
 
 
 def make_files(output: Path, *, seed: int) -> int:
-    """Write tools, reward, data, tokenizer, model and configuration; returns the model's number of parameters."""
+    """Write tools, reward, data, dialogues for supervised fine-tuning, tokenizer, model and configuration; returns the model's number of parameters."""
     for name in ("tools.py", "reward.py"):
         shutil.copyfile(Path(files.__file__).with_name(name), output / name)
     for split, count in (("train", NUM_TRAIN_ROWS), ("val", NUM_VAL_ROWS)):
@@ -96,6 +96,9 @@ def make_files(output: Path, *, seed: int) -> int:
         pq.write_table(pa.Table.from_pylist(rows), output / f"{split}.parquet")
     executor = _executor(output)
     dialogues = asyncio.run(DialogueMaker(executor, seed=seed).make(2000))
+    tools = executor.registry.schemas()
+    lines = [json.dumps({"messages": dialogue, "tools": tools}) for dialogue in dialogues]
+    (output / "dialogues.jsonl").write_text("\n".join(lines) + "\n")
     save_tokenizer(output / "model", list(_plain_texts(dialogues)))
     num_parameters = save_model(output / "model", seed=seed)
     OmegaConf.save(_config(output, seed), output / "config.yaml")
