@@ -14,7 +14,7 @@ pytest.importorskip("uvicorn", reason="the gateway needs the extra gateway")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato_agent_loop import AgentConfig, GatewayConfig, RolloutConfig, agent_loop_class
+from ostinato_agent_loop import AgentConfig, GatewayConfig, RolloutConfig, TrajectoryEnd, agent_loop_class
 from ostinato_agent_loop.gateway.own_reward import OwnReward
 from ostinato_rollout import FailureKind
 from ostinato_rollout.openai_app import ApiError
@@ -73,6 +73,56 @@ async def test_a_program_that_fails_after_its_reward_has_failed(world):
     assert trajectory.failure.kind is FailureKind.AGENT
     assert "it broke" in trajectory.failure.message
     assert trajectory.reward is None
+
+
+async def test_a_program_that_owes_a_reward_at_a_limit_has_failed(world):
+    """One that breaks when it is refused for a limit fails with its own last words, unless it has given its reward before."""
+    ask = 'post("/chat/completions", {"messages": row["raw_prompt"]})'
+    options = program(ask)
+    trajectory = await world.run_one(
+        ["Yes.<|im_end|>"], agent="gateway_agent", agent_options=options, max_assistant_turns=1
+    )
+    assert trajectory.failure.kind is FailureKind.AGENT
+    assert "400" in trajectory.failure.message
+    options = program(f'post("/rl/set_reward", {{"reward": 0.5}}); {ask}')
+    trajectory = await world.run_one(
+        ["Yes.<|im_end|>"], agent="gateway_agent", agent_options=options, max_assistant_turns=1
+    )
+    assert trajectory.failure is None, trajectory.failure
+    assert trajectory.reward.score == 0.5
+    assert trajectory.segments[0].stop_reason is TrajectoryEnd.MAX_ASSISTANT_TURNS
+
+
+async def test_a_reward_without_a_turn_is_no_trajectory(world):
+    """A program that scores itself without ever having asked the model has failed."""
+    text = """
+import json, os, urllib.request
+headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/rl/set_reward"
+urllib.request.urlopen(urllib.request.Request(url, b'{"reward": 1}', headers)).close()
+"""
+    gateway = GatewayConfig(command=[sys.executable, "-c", text], own_reward=True)
+    trajectory = await world.run_one([], agent="gateway_agent", agent_options={"gateway": gateway})
+    assert trajectory.failure.kind is FailureKind.AGENT
+    assert "at least once" in trajectory.failure.message
+    assert trajectory.reward is None
+
+
+async def test_a_session_that_a_framework_names_leads_nowhere_else(world):
+    """An X-Session-ID, as frameworks send it for their routers, is no error, and the turn is the trajectory's."""
+    text = """
+body = json.dumps({"messages": row["raw_prompt"]}).encode()
+headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+headers["X-Session-ID"] = "0123456789abcdef"
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+urllib.request.urlopen(request).close()
+"""
+    options = program(text, own_reward=False)
+    trajectory = await world.run_one(["One.<|im_end|>", "Two.<|im_end|>"], agent="gateway_agent", agent_options=options)
+    assert trajectory.failure is None, trajectory.failure
+    assert sum(sum(segment.response_mask) for segment in trajectory.segments) == len(
+        world.encode("One.<|im_end|>Two.<|im_end|>")
+    )
 
 
 async def test_a_reward_is_given_once(world):
