@@ -69,6 +69,7 @@ def test_supervised_fine_tuning_and_then_a_recipe(quickstart_home: Path, tmp_pat
         f"data.train_files={home / 'dialogues.jsonl'}",
         f"trainer.default_local_dir={sft}",
         "trainer.total_training_steps=2",
+        "optim.lr_warmup_steps=0",
     ]
     config, _ = load_tree(SftConfig, recipe, settings)
     run_sft(config, console=Console(quiet=True))

@@ -87,7 +87,7 @@ def run_quickstart(
 
 
 def make_files(output: Path, *, seed: int) -> int:
-    """Write tools, reward, data, dialogues for supervised fine-tuning, tokenizer, model and configuration; returns the model's number of parameters."""
+    """Write tools, reward, data, dialogues, tokenizer, model and configuration; returns the model's number of parameters."""
     for name in ("tools.py", "reward.py"):
         shutil.copyfile(Path(files.__file__).with_name(name), output / name)
     for split, count in (("train", NUM_TRAIN_ROWS), ("val", NUM_VAL_ROWS)):
