@@ -61,6 +61,19 @@ def test_closing_ends_what_is_under_way() -> None:
     assert all(future.done() for future in futures)
 
 
+def test_modules_of_the_present_folder_hide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of the user's that has the name of a module which counting needs is not imported in its place."""
+    for name in ("heapq", "jinja2", "tokenizers"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')")
+    monkeypatch.chdir(tmp_path)
+    length = PromptLength(tiny_chat_tokenizer(), {}, 100)
+    workers = CountWorkers(length, 1)
+    try:
+        assert workers.result(workers.submit([(PROMPT, None)])) == [length.count(PROMPT, None)]
+    finally:
+        workers.close()
+
+
 def test_a_script_without_a_main_guard_may_use_them(tmp_path: Path) -> None:
     """The user's main module is run once, counts agree with those of one process, and no process is left over."""
     script = tmp_path / "unguarded.py"

@@ -3,6 +3,7 @@
 import datetime
 import decimal
 import json
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato_trainer.data_files import open_data_file, without_filled_keys
+from ostinato_trainer.data_files import open_data_file
 from ostinato_trainer.errors import DatasetError
 
 CALL_A = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
@@ -87,7 +88,7 @@ def test_json_lines_in_a_json_file_are_read(tmp_path: Path) -> None:
     [
         ("x.parquet", b"no parquet", "must be a parquet file"),
         ("x.parquet", b"", "must be a parquet file"),
-        ("x.json", b"[1, 2", "must be a JSON array"),
+        ("x.json", b"[1, 2", "row 2 must be followed by a comma"),
         ("x.jsonl", b"\n\n", "at least one row"),
         ("x.json", b"[]", "at least one row"),
         ("x.json", b'{\n "train": [{"a": 1}]\n}', "got an object over several lines"),
@@ -126,20 +127,82 @@ def test_a_broken_line_is_named_by_its_number(tmp_path: Path) -> None:
     assert f"{path}, line 4" in str(rows[2])
 
 
-def test_a_null_row_in_parquet_of_structs_is_empty() -> None:
-    """Null columns disappear; a message keeps the null content that the template is to see."""
-    row = {"a": None, "prompt": [{"role": "assistant", "content": None, "name": None}], "m": [("k", 1), ("l", None)]}
-    assert without_filled_keys(row) == {
-        "prompt": [{"role": "assistant", "content": None}],
-        "m": {"k": 1, "l": None},
-    }
+def test_parquet_loses_the_nulls_that_it_added_and_no_others(tmp_path: Path) -> None:
+    """Null columns and fields disappear; the content of a message, and what is null in a map or a list, is there."""
+    message = pa.struct([("role", pa.string()), ("content", pa.string()), ("name", pa.string())])
+    numbers = pa.map_(pa.string(), pa.int64())
+    table = pa.table(
+        {
+            "a": pa.array([None, 1]),
+            "prompt": pa.array([[{"role": "assistant"}], []], pa.list_(message)),
+            "map": pa.array([[("k", 1), ("l", None)], []], numbers),
+            "maps": pa.array([[[("k", 2)]], [None]], pa.list_(numbers)),
+            "none": pa.array([None, None], numbers),
+        }
+    )
+    pq.write_table(table, tmp_path / "rows.parquet")
+    assert list(open_data_file(str(tmp_path / "rows.parquet")).rows()) == [
+        {"prompt": [{"role": "assistant", "content": None}], "map": {"k": 1, "l": None}, "maps": [{"k": 2}]},
+        {"a": 1, "prompt": [], "map": {}, "maps": [None]},
+    ]
 
 
-json_values = st.recursive(
-    st.integers(-9, 9) | st.text(max_size=3),
-    lambda inner: st.dictionaries(st.sampled_from("abcd"), inner, min_size=1, max_size=3),
-    max_leaves=6,
+def test_a_key_that_is_twice_in_a_map_makes_a_bad_row(tmp_path: Path) -> None:
+    """Only one of its values could be read; the rows around it are given."""
+    maps = pa.array([[("k", 1)], [("k", 1), ("k", 2)], []], pa.map_(pa.string(), pa.int64()))
+    pq.write_table(pa.table({"m": maps}), tmp_path / "rows.parquet")
+    first, second, third = open_data_file(str(tmp_path / "rows.parquet")).rows()
+    assert (first, third) == ({"m": {"k": 1}}, {"m": {}})
+    assert "row 2 must be readable, got the key 'k' more than once in a map" in str(second)
+
+
+def test_a_damaged_parquet_file_is_said_to_be_one(tmp_path: Path) -> None:
+    """Damage behind an intact end of the file is no question of permissions."""
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"x": [str(number) * 9 for number in range(1000)]}), path)
+    content = bytearray(path.read_bytes())
+    content[4:100] = bytes(byte ^ 0xFF for byte in content[4:100])
+    path.write_bytes(content)
+    with pytest.raises(DatasetError, match=r"rows\.parquet must be a parquet file, got something else .*write it anew"):
+        open_data_file(str(path))
+
+
+def test_a_bad_row_of_a_json_array_is_the_only_one(tmp_path: Path) -> None:
+    """NaN, another encoding and endless nesting in an array are errors of their row, as in JSON lines."""
+    path = tmp_path / "rows.json"
+    path.write_bytes(b' [ {"a": 0},{"a": NaN} , {"a": "\xe4, ]"}\n,{"b": "]"}, 3 ] \n')
+    file = open_data_file(str(path))
+    assert [type(row) for row in file.rows()] == [dict, DatasetError, DatasetError, dict, DatasetError]
+    for index, expected in ((1, "JSON has no NaN"), (2, "UTF-8"), (4, "must be a JSON object, got int")):
+        with pytest.raises(DatasetError, match=rf"rows\.json, row {index + 1} .*{expected}"):
+            file.row(index)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('[{"a": 1}, {"a":}, {"a": 2}]', "row 2 must be a JSON object"),
+        ('[{"a": 1}, {"a": 2}, {"a"', "row 3 must be a JSON object"),
+        ('[{"a": 1} {"a": 2}]', "row 1 must be followed by a comma"),
+        ('[{"a": 1}, {"a": 2}', "row 2 must be followed by a comma or by the end of the array, got ''"),
+        ('[{"a": 1}] [', "row 1 must be followed by a comma"),
+        ("[" * 100_000, "row 1 must be a JSON object"),
+    ],
 )
+def test_an_array_that_cannot_be_separated_says_where(content: str, expected: str, tmp_path: Path) -> None:
+    """Where a row does not end, or no comma follows it, the number of that row is in the error."""
+    path = tmp_path / "rows.json"
+    path.write_text(content)
+    with pytest.raises(DatasetError, match=rf"rows\.json, {expected}"):
+        open_data_file(str(path))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    """Opening one would wait for a writer, maybe for ever."""
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(DatasetError, match="must be a file on a disk"):
+        open_data_file(str(tmp_path / "rows.jsonl"))
 
 
 @given(rows=st.lists(st.fixed_dictionaries({"x": st.integers(0, 9), "t": st.text(max_size=5)}), min_size=1, max_size=5))
@@ -150,10 +213,18 @@ def test_flat_rows_round_trip_through_every_form(rows: list[dict], tmp_path_fact
         assert list(open_data_file(written(rows, folder / f"r{suffix}")).rows()) == rows
 
 
-@given(value=json_values)
-def test_values_without_nulls_are_left_alone(value: Any) -> None:
-    """Removing filled keys changes nothing in a value that has no null."""
-    assert without_filled_keys(value) == value
+shapes = st.dictionaries(
+    st.sampled_from("abc"), st.dictionaries(st.sampled_from("xyz"), st.integers(-9, 9), min_size=1), min_size=1
+)
+
+
+@given(mappings=st.lists(shapes, min_size=1, max_size=5))
+def test_mappings_of_any_shapes_round_trip_through_parquet(
+    mappings: list[dict], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Whatever keys other rows have, each comes back with its own."""
+    rows = [{"m": mapping, "l": [mapping]} for mapping in mappings]
+    assert list(open_data_file(written(rows, tmp_path_factory.mktemp("rows") / "r.parquet")).rows()) == rows
 
 
 def test_a_file_has_the_columns_that_it_was_written_with(tmp_path: Path) -> None:
@@ -180,8 +251,11 @@ def test_a_key_that_is_there_twice_makes_a_bad_row(suffix: str, tmp_path: Path) 
     texts = ['{"a": 1}', '{"a": 1, "a": 2}', '{"a": {"b": 1, "c": 0, "b": 1}}', '{"a": [{"b": 1}, {"b": 1}]}']
     path = tmp_path / f"rows{suffix}"
     path.write_text("[" + ",".join(texts) + "]" if suffix == ".json" else "\n".join(texts))
-    found = list(open_data_file(str(path)).rows())
+    file = open_data_file(str(path))
+    found = list(file.rows())
     assert [type(row) for row in found] == [dict, DatasetError, DatasetError, dict]
+    with pytest.raises(DatasetError, match="2: a must be there once"):
+        file.row(1)
     assert "2: a must be there once" in str(found[1])
     assert "3: b must be there once" in str(found[2])
 

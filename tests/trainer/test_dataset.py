@@ -269,6 +269,9 @@ def test_a_sample_looks_at_no_other_rows(tmp_path: Path) -> None:
     assert drawn != texts(RowSample(5, seed=5))
     with pytest.raises(DatasetError, match="line 51"):
         texts(RowSample(100, seed=4))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x", ' + json.dumps(row("a"))[1:] + "\n" + json.dumps(row("b")))
+    with pytest.raises(DatasetError, match="line 1: prompt must be there once"):
+        texts(RowSample(1, seed=None))
 
 
 def test_a_class_that_takes_no_sample_is_refused_only_where_there_is_one(tmp_path: Path) -> None:

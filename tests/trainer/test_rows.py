@@ -17,6 +17,12 @@ CONFIG = DataConfig()
     [
         ({}, "prompt must be there"),
         ({"prompt": PROMPT, "sampling_params": 1}, "sampling_params must not be a column"),
+        ({"prompt": PROMPT, "raw_prompt": PROMPT}, "raw_prompt must not be a column beside prompt"),
+        ({"prompt": PROMPT, "index": [1]}, "index must be a whole number or text, got [1]"),
+        (
+            {"prompt": PROMPT, "extra_info": {"need_tools_kwargs": True, "tools_kwargs": {"t": None}}},
+            "extra_info.tools_kwargs must name a tool",
+        ),
         ({"prompt": "q"}, "prompt must be a list of messages, got str"),
         ({"prompt": []}, "prompt must hold at least one message"),
         ({"prompt": ["q"]}, r"prompt[0] must be a message"),
@@ -126,3 +132,22 @@ def test_an_index_is_a_number_or_text(written: object, read: object) -> None:
     assert check_row(row, CONFIG) is None
     item = row_item(row, CONFIG, 9)
     assert (item["index"], type(item["index"])) == (read, type(read))
+
+
+@pytest.mark.parametrize(("inside", "read"), [({"index": "a"}, "a"), ({"index": None}, 3), ({}, 3)])
+def test_a_column_index_is_kept(inside: dict[str, Any], read: object) -> None:
+    """A row's own index reaches its agent where extra_info has none."""
+    row = {"prompt": PROMPT, "index": 3, "extra_info": inside}
+    assert check_row(row, CONFIG) is None
+    assert row_item(row, CONFIG, 9)["index"] == read
+
+
+def test_a_tool_of_which_a_row_says_null_is_not_asked_for() -> None:
+    """Null for a tool, as a table written as JSON has it, is as if the tool were not named; null for all lets a column speak."""
+    row = {"prompt": PROMPT, "extra_info": {"tools_kwargs": {"calc": {"x": 1}, "search": None}}}
+    assert check_row(row, CONFIG) is None
+    item = row_item(row, CONFIG, 0)
+    assert item["tools_kwargs"] == item["extra_info"]["tools_kwargs"] == {"calc": {"x": 1}}
+    row = {"prompt": PROMPT, "extra_info": {"tools_kwargs": None}, "tools_kwargs": {"calc": {}}}
+    assert check_row(row, CONFIG) is None
+    assert row_item(row, CONFIG, 0)["tools_kwargs"] == {"calc": {}}

@@ -95,7 +95,8 @@ class _Worker:
         self._setup = setup
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - `release` closes it
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ostinato_trainer.count_worker"],
+            # -P: else modules of the present folder would hide others of the same names.
+            [sys.executable, "-P", "-m", "ostinato_trainer.count_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -1,8 +1,8 @@
 """Data files as rows: parquet, json and jsonl, decoded one row at a time and free of keys that nobody wrote.
 
 Parquet stores mappings of different shapes as one struct, in which absent keys come back as null: those are removed, so
-that a row has again the keys it was written with. A null that its author meant survives in json and jsonl files and in
-columns that hold JSON text. Rows stay encoded until they are asked for: a parquet file as columns in memory, a json array
+that a row has again the keys it was written with. A null that its author meant survives in json and jsonl files, in
+columns that hold JSON text, and in maps. Rows stay encoded until they are asked for: a parquet file as columns in memory, a json array
 as text, JSON lines in their file, which therefore must not change while a run reads it. Knows nothing of prompts or tokens.
 """
 
@@ -12,8 +12,9 @@ import codecs
 import hashlib
 import os
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -24,14 +25,15 @@ import pyarrow.parquet as pq
 
 from ostinato_trainer.errors import DatasetError
 from ostinato_trainer.hub_files import HUB_SCHEME, fetch_hub_file
-from ostinato_trainer.json_rows import decoded_json_row, repeated_json_key
+from ostinato_trainer.json_rows import decoded_json_row, json_array_rows
 
-__all__ = ["DataFile", "as_mapping", "open_data_file", "parsed_json_text", "without_filled_keys"]
+__all__ = ["DataFile", "as_mapping", "open_data_file", "parsed_json_text"]
 
 _SUFFIXES: Final = (".parquet", ".json", ".jsonl")
 _COMPRESSED: Final = (".gz", ".zst", ".bz2", ".xz", ".zip")
 _OTHER_UNICODE: Final = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _CHUNK_ROWS: Final = 1024
+_LISTS: Final = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 
 
 class DataFile(Protocol):
@@ -45,11 +47,11 @@ class DataFile(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> dict[str, Any]:
-        """Row `index`, from 0; DatasetError if it is not a mapping."""
+        """Row `index`, from 0; DatasetError if it is no mapping, or cannot be read."""
         ...
 
     def rows(self) -> Iterator[dict[str, Any] | DatasetError]:
-        """All rows in order, looked at more closely than by `row`; a bad one comes as the error that names it."""
+        """All rows in order; a bad one comes as the error that names it."""
         ...
 
     def place(self, index: int) -> str:
@@ -80,6 +82,8 @@ def _check_kind(name: str, path: Path) -> None:
         raise DatasetError(f"a data file must be a file, got the folder {name}; write {name.rstrip('/')}/*.parquet")
     if not path.exists():
         raise DatasetError(f"a data file must exist, got {name}; check data.train_files and data.val_files")
+    if not path.is_file():  # opening a pipe would wait for who writes to it
+        raise DatasetError(f"a data file must be a file on a disk, got {name}; write its content to one")
     if path.suffix not in _SUFFIXES:
         cure = "unpack it" if path.suffix in _COMPRESSED else "convert or rename it"
         raise DatasetError(f"a data file must end with {', '.join(_SUFFIXES)}, got {name}; {cure}")
@@ -102,21 +106,6 @@ def _opened(name: str, path: Path) -> DataFile:
     return _JsonLines(name, path)
 
 
-def without_filled_keys(value: Any) -> Any:
-    """`value` without the null keys that a columnar file adds; a message keeps its `content`, where null has a meaning."""
-    if isinstance(value, dict):
-        return {
-            key: without_filled_keys(item)
-            for key, item in value.items()
-            if item is not None or (key == "content" and "role" in value)
-        }
-    if isinstance(value, list):
-        if value and all(isinstance(item, tuple) and len(item) == 2 for item in value):
-            return {key: without_filled_keys(item) for key, item in value}
-        return [without_filled_keys(item) for item in value]
-    return value
-
-
 class _ParquetFile:
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
@@ -124,7 +113,9 @@ class _ParquetFile:
         try:
             # Not read_table, which invents columns for folders named KEY=VALUE.
             self._table = _in_few_chunks(pq.ParquetFile(path).read())
-        except (pa.ArrowException, ValueError) as error:
+        except (pa.ArrowException, ValueError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # the disk's, not Arrow's, which says that of damaged pages too
             reason = " ".join(str(error).split())
             raise DatasetError(
                 f"{name} must be a parquet file, got something else ({reason}); write it anew"
@@ -132,36 +123,60 @@ class _ParquetFile:
         repeated = _repeated_name(self._table.schema)
         if repeated is not None:
             raise DatasetError(f"{name} must have each column once, got {repeated} more than once; write it anew")
+        self._as_written = _as_written(pa.struct(list(self._table.schema)))
 
     def __len__(self) -> int:
         return self._table.num_rows
 
     def row(self, index: int) -> dict[str, Any]:
-        return without_filled_keys(self._decode(self._table.slice(index, 1), index)[0])
+        return self._decoded(index, 1)[0]
 
     def rows(self) -> Iterator[dict[str, Any] | DatasetError]:
         for start in range(0, len(self), _CHUNK_ROWS):
             try:
-                rows = self._decode(self._table.slice(start, _CHUNK_ROWS), start)
+                yield from self._decoded(start, _CHUNK_ROWS)
             except DatasetError:  # find out which of them it is
-                yield from (self._row_or_error(index) for index in range(start, min(start + _CHUNK_ROWS, len(self))))
-            else:
-                yield from map(without_filled_keys, rows)
+                for index in range(start, min(start + _CHUNK_ROWS, len(self))):
+                    yield _row_or_error(self.row, index)
 
     def place(self, index: int) -> str:
         return f"{self.name}, row {index + 1}"
 
-    def _row_or_error(self, index: int) -> dict[str, Any] | DatasetError:
+    def _decoded(self, start: int, number: int) -> list[dict[str, Any]]:
         try:
-            return self.row(index)
-        except DatasetError as error:
-            return error
-
-    def _decode(self, part: pa.Table, index: int) -> list[dict[str, Any]]:
-        try:
-            return part.to_pylist()
+            return list(map(self._as_written, self._table.slice(start, number).to_pylist()))
         except (pa.ArrowException, ValueError, OverflowError) as error:
-            raise DatasetError(f"{self.place(index)} must be readable, got {error}; write the file anew") from error
+            raise DatasetError(f"{self.place(start)} must be readable, got {error}; write the file anew") from error
+
+
+def _as_written(kind: pa.DataType) -> Callable[[Any], Any]:
+    """What makes a value of this type, as Arrow gives it, what its author wrote.
+
+    A struct loses the null keys that it has because others have them, but a message keeps its `content`, where null has a
+    meaning. A map, which has its own keys only, becomes a mapping with them.
+    """
+    if pa.types.is_struct(kind):
+        fields = [(field.name, _as_written(field.type)) for field in kind]
+        kept = "content" if any(name == "role" for name, _ in fields) else None
+        return lambda value: (
+            value and {name: inner(value[name]) for name, inner in fields if value[name] is not None or name == kept}
+        )
+    if pa.types.is_map(kind):
+        item = _as_written(kind.item_type)
+        return lambda pairs: None if pairs is None else _mapping_of((key, item(value)) for key, value in pairs)
+    if isinstance(kind, _LISTS):
+        item = _as_written(kind.value_type)
+        return lambda values: values and list(map(item, values))
+    return lambda value: value
+
+
+def _mapping_of(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    mapping: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in mapping:
+            raise ValueError(f"the key {key!r} more than once in a map")
+        mapping[key] = value
+    return mapping
 
 
 class _JsonArray:
@@ -170,11 +185,7 @@ class _JsonArray:
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
         self.digest = _content_digest(path)
-        data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
-        try:
-            self._texts = msgspec.json.decode(data, type=list[msgspec.Raw])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DatasetError(f"{name} must be a JSON array of objects, got {error}; mend or rewrite it") from error
+        self._texts = json_array_rows(path.read_bytes().removeprefix(codecs.BOM_UTF8), name)
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -183,8 +194,7 @@ class _JsonArray:
         return decoded_json_row(self._texts[index], self.place(index))
 
     def rows(self) -> Iterator[dict[str, Any] | DatasetError]:
-        for index, text in enumerate(self._texts):
-            yield _checked_json_row(text, self.place(index))
+        return (_row_or_error(self.row, index) for index in range(len(self)))
 
     def place(self, index: int) -> str:
         return f"{self.name}, row {index + 1}"
@@ -216,12 +226,12 @@ class _JsonLines:
 
     def row(self, index: int) -> dict[str, Any]:
         with self._opened() as stream:
-            return decoded_json_row(self._text(stream, index), self.place(index))
+            return self._decoded(stream, index)
 
     def rows(self) -> Iterator[dict[str, Any] | DatasetError]:
         with self._opened() as stream:
             for index in range(len(self)):
-                yield _checked_json_row(self._text(stream, index), self.place(index))
+                yield _row_or_error(partial(self._decoded, stream), index)
 
     def place(self, index: int) -> str:
         return f"{self.name}, line {self._numbers[index]}"
@@ -241,19 +251,16 @@ class _JsonLines:
                 f"{self.name} must stay readable while a run reads it, got {error}; put it back"
             ) from error
 
-    def _text(self, stream: FileIO, index: int) -> bytes:
-        return os.pread(stream.fileno(), self._sizes[index], self._offsets[index])
+    def _decoded(self, stream: FileIO, index: int) -> dict[str, Any]:
+        text = os.pread(stream.fileno(), self._sizes[index], self._offsets[index])
+        return decoded_json_row(text, self.place(index))
 
 
-def _checked_json_row(text: bytes | msgspec.Raw, place: str) -> dict[str, Any] | DatasetError:
+def _row_or_error(read: Callable[[int], dict[str, Any]], index: int) -> dict[str, Any] | DatasetError:
     try:
-        row = decoded_json_row(text, place)
+        return read(index)
     except DatasetError as error:
         return error
-    repeated = repeated_json_key(bytes(text))
-    if repeated is not None:
-        return DatasetError(f"{place}: {repeated} must be there once, got it more than once in an object; remove one")
-    return row
 
 
 def _version(descriptor: int) -> tuple[int, int]:
@@ -283,7 +290,7 @@ def _repeated_name(fields: pa.Schema | pa.StructType) -> str | None:
             return field.name
         seen.add(field.name)
         kind = field.type
-        while pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        while isinstance(kind, _LISTS):
             kind = kind.value_type
         below = _repeated_name(kind) if pa.types.is_struct(kind) else None
         if below is not None:

@@ -23,8 +23,9 @@ _RESERVED = ("self", "sampling_params")
 def row_item(row: dict[str, Any], config: DataConfig, position: int) -> dict[str, Any]:
     """The fields that an agent receives: the row's own, and in addition
 
-    `raw_prompt` (messages), `extra_info` and `tools_kwargs` (mappings, maybe empty), `index` (that of extra_info, a number
-    or text, else `position`), and `agent_name`, `data_source` and `reward_model` where the row has them.
+    `raw_prompt` (messages), `extra_info` and `tools_kwargs` (mappings, maybe empty; a tool of which the row says null is not
+    among them), `index` (that of extra_info, else the row's own, a number or text; else `position`), and `agent_name`,
+    `data_source` and `reward_model` where the row has them.
 
     Args:
         row: a decoded row that `check_row` found right.
@@ -34,12 +35,13 @@ def row_item(row: dict[str, Any], config: DataConfig, position: int) -> dict[str
     item = dict(row)
     item["raw_prompt"] = parsed_json_text(row[config.prompt_key], list)
     extra_info = dict(as_mapping(row.get("extra_info")) or {})
-    tools_kwargs = as_mapping(extra_info.get("tools_kwargs", row.get("tools_kwargs"))) or {}
+    told = as_mapping(_tools_kwargs(row, extra_info)) or {}
+    tools_kwargs = {name: kwargs for name, kwargs in told.items() if kwargs is not None}
     if "tools_kwargs" in extra_info:
         extra_info["tools_kwargs"] = tools_kwargs
     item["extra_info"] = extra_info
     item["tools_kwargs"] = tools_kwargs
-    index = extra_info.get("index")
+    index = _index(row, extra_info)
     if _is_absent(index):
         index = position
     item["index"] = int(index) if isinstance(index, float) else index  # a column with gaps makes floats of integers
@@ -57,7 +59,7 @@ def row_item(row: dict[str, Any], config: DataConfig, position: int) -> dict[str
 def check_row(row: Mapping[str, Any], config: DataConfig) -> str | None:
     """The first problem of a row as `<field> must ..., got ...; cure`, or None."""
     problem = (
-        _check_columns(row)
+        _check_columns(row, config.prompt_key)
         or _check_prompt(row, config.prompt_key)
         or _check_media(row, config)
         or _check_mappings(row)
@@ -67,13 +69,31 @@ def check_row(row: Mapping[str, Any], config: DataConfig) -> str | None:
         return problem
     extra_info = as_mapping(row.get("extra_info")) or {}
     return (
-        _check_extra_info(extra_info)
-        or _check_tools(extra_info.get("tools_kwargs", row.get("tools_kwargs")), extra_info)
+        _check_index(row, extra_info)
+        or _check_tool_selection(extra_info.get("tool_selection"))
+        or _check_tools(_tools_kwargs(row, extra_info), extra_info)
         or _check_ground_truth(as_mapping(row.get("reward_model")) or {})
     )
 
 
-def _check_columns(row: Mapping[str, Any]) -> str | None:
+def _tools_kwargs(row: Mapping[str, Any], extra_info: Mapping[str, Any]) -> Any:
+    """What the row says to its tools, in extra_info or else in a column."""
+    inside = extra_info.get("tools_kwargs")
+    return row.get("tools_kwargs") if inside is None else inside
+
+
+def _index(row: Mapping[str, Any], extra_info: Mapping[str, Any]) -> Any:
+    """What the row says of its number, in extra_info or else in a column."""
+    inside = extra_info.get("index")
+    return row.get("index") if _is_absent(inside) else inside
+
+
+def _check_columns(row: Mapping[str, Any], prompt_key: str) -> str | None:
+    if "raw_prompt" in row and prompt_key != "raw_prompt":
+        return (
+            f"raw_prompt must not be a column beside {prompt_key}, whose messages agents are given by that name, got both; "
+            "rename it, or write data.prompt_key=raw_prompt"
+        )
     for name in _RESERVED:
         if name in row:
             return (
@@ -138,11 +158,16 @@ def _check_mappings(row: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _check_extra_info(extra_info: Mapping[str, Any]) -> str | None:
-    index, selection = extra_info.get("index"), extra_info.get("tool_selection")
+def _check_index(row: Mapping[str, Any], extra_info: Mapping[str, Any]) -> str | None:
+    index = _index(row, extra_info)
     is_whole = isinstance(index, int | str) or (isinstance(index, float) and index.is_integer())
     if not (_is_absent(index) or is_whole) or isinstance(index, bool):
-        return f"extra_info.index must be a whole number or text, got {index!r}; mend it or leave it out"
+        where = "index" if _is_absent(extra_info.get("index")) else "extra_info.index"
+        return f"{where} must be a whole number or text, got {index!r:.80}; mend it or leave it out"
+    return None
+
+
+def _check_tool_selection(selection: Any) -> str | None:
     if selection is None:
         return None
     if not isinstance(selection, list) or not all(isinstance(name, str) for name in selection):
@@ -169,12 +194,12 @@ def _check_tools(raw: Any, extra_info: Mapping[str, Any]) -> str | None:
             f"extra_info.tools_kwargs must be a mapping, got {type(raw).__name__}; write tool names with their kwargs"
         )
     for name, kwargs in (tools_kwargs or {}).items():
-        if not isinstance(kwargs, Mapping):
+        if not isinstance(kwargs, Mapping | None):
             return (
                 f"extra_info.tools_kwargs.{name} must be a mapping, got {type(kwargs).__name__}; "
                 "write create_kwargs, execute_kwargs or release_kwargs"
             )
-    if extra_info.get("need_tools_kwargs") and not tools_kwargs:
+    if extra_info.get("need_tools_kwargs") and all(kwargs is None for kwargs in (tools_kwargs or {}).values()):
         return (
             "extra_info.tools_kwargs must name a tool where need_tools_kwargs is true, got none; add the tools' kwargs"
         )
