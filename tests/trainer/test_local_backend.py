@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from ostinato_trainer.advantages import with_advantages
 from ostinato_trainer.aggregation import LossAggMode, aggregate, with_loss_weights
+from ostinato_trainer.assembly import backend_options
 from ostinato_trainer.backend import EntropyMode
 from ostinato_trainer.batch import Batch
+from ostinato_trainer.config_loading import load_config
 from ostinato_trainer.errors import BackendError, BatchError, CheckpointError
 from ostinato_trainer.local_backend import LocalBackend, LocalBackendOptions
 from ostinato_trainer.policy_losses import PolicyLossOptions, policy_loss_fn
@@ -446,3 +448,11 @@ def test_the_exported_folder_is_an_ordinary_model(tmp_path):
     loaded = LocalBackend(AutoModelForCausalLM.from_pretrained(tmp_path / "export"), LocalBackendOptions(device="cpu"))
     batch = make_batch()
     assert torch.equal(loaded.log_probs(batch, temperature=1.0), backend.log_probs(batch, temperature=1.0))
+
+
+def test_the_configuration_decides_layout_and_compilation():
+    """`model.use_remove_padding` and `actor.use_torch_compile` reach the backend; by default it packs and does not compile."""
+    keys = ["actor_rollout_ref.model.use_remove_padding=false", "actor_rollout_ref.actor.use_torch_compile=true"]
+    default, chosen = (backend_options(load_config([], overrides), 1) for overrides in ([], keys))
+    assert (default.use_remove_padding, default.use_torch_compile) == (True, False)
+    assert (chosen.use_remove_padding, chosen.use_torch_compile) == (False, True)
