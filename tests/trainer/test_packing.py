@@ -109,14 +109,15 @@ def test_no_gradient_crosses_from_one_sequence_to_another(name):
 
 
 @pytest.mark.parametrize("name", PADDED)
-def test_a_model_that_cannot_be_packed_is_padded_and_says_why(name):
-    """Convolutions, attention of a model's own and capped scores are padded, right, and the model keeps its attention."""
+def test_a_model_that_cannot_be_packed_is_padded_and_says_why(name, caplog):
+    """Convolutions, attention of a model's own and capped scores are padded, right, with a warning, and the model keeps its attention."""
     build, why = PADDED[name]
     model = make(build)
     before = model.config._attn_implementation
     flat = FlatModel(model)
     assert flat.layout is Layout.PADDED
     assert why in flat.reason
+    assert f"runs padded: {flat.reason}" in caplog.text
     assert model.config._attn_implementation == before
     batch = batch_of([9, 1, 5])
     assert torch.allclose(flat(batch), alone(model, batch), rtol=0, atol=1e-11)

@@ -85,7 +85,9 @@ class FlatModel:
             self._pack_if_possible()
         if compiled:
             _compile_layers(model)
-        _logger.info("%s runs %s: %s", type(model).__name__, self.layout, self.reason)
+        as_asked = remove_padding is (self.layout is Layout.PACKED)
+        level = logging.INFO if as_asked else logging.WARNING
+        _logger.log(level, "%s runs %s: %s", type(model).__name__, self.layout, self.reason)
 
     def __call__(self, batch: Batch) -> Tensor:
         """float [T, width]: a row for each token of the batch, in its order."""
