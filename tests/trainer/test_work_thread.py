@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import contextvars
 import logging
+import re
 import threading
 import time
 
 import pytest
+import torch
 
+from ostinato_engines.device import host_threads
 from ostinato_trainer.errors import BackendError
 from ostinato_trainer.work_thread import WorkThread
 
@@ -137,4 +140,16 @@ async def test_interrupts_that_come_at_the_very_end_harm_nothing(num_spins: int)
         assert running.done()
         assert running.cancelled() or running.result() == sum(range(num_spins * 100))
     assert await thread.run(sum, [1, 2]) == 3
+    thread.close()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_libraries_get_as_many_host_threads_as_the_caller(count: int) -> None:
+    """The number of host threads that the caller has chosen holds in the training thread too, where OpenMP has a count of its own."""
+    thread = WorkThread()
+    with host_threads(count):
+        expected = re.findall(r"omp_get_max_threads\(\) : (\d+)", torch.__config__.parallel_info())
+        found = await thread.run(torch.__config__.parallel_info)
+    assert re.findall(r"omp_get_max_threads\(\) : (\d+)", found) == expected
+    assert not expected or expected == [str(count)]
     thread.close()

@@ -16,6 +16,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from ostinato_trainer.errors import BackendError
 
 __all__ = ["WorkThread"]
@@ -32,6 +34,7 @@ class _Call:
 
     def __init__(self, function: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> None:
         self.function, self.loop, self.context = function, loop, contextvars.copy_context()
+        self.num_host_threads = torch.get_num_threads()
         self.outcome: asyncio.Future[Any] = loop.create_future()
         self.stage = _NOT_STARTED
 
@@ -72,7 +75,7 @@ class WorkThread:
         self._is_closed = False
 
     async def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call `function` in the thread, in a copy of this context, and return what it returns.
+        """Call `function` in the thread, in a copy of this context and with as many of torch's host threads, and return what it returns.
 
         Raises:
             BackendError: Another call is under way, or the thread is closed.
@@ -131,6 +134,7 @@ class WorkThread:
             call.stage = _RUNNING
         result, error = None, None
         try:
+            torch.set_num_threads(call.num_host_threads)  # libraries below torch count for each thread on its own
             result = call.context.run(call.function)
         except BaseException as raised:
             error = raised
