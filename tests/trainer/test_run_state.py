@@ -1,5 +1,6 @@
 """What a checkpoint holds of a run beside its models goes to disk and back, and what is missing or foreign is named."""
 
+import math
 import random
 
 import pytest
@@ -51,6 +52,14 @@ def test_a_state_that_is_no_data_is_refused(tmp_path):
     """A part whose state cannot be written as JSON is an error at the save, not at the resume."""
     with pytest.raises(CheckpointError, match=r"state_dict\(\) must give plain JSON data"):
         RunState.of(1, {"first": Counter(object())}, {}).write(tmp_path)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, {1: 2}, b"x"])
+def test_a_state_that_would_come_back_changed_is_refused(tmp_path, value):
+    """What JSON writes as something else is an error with the part's name, and no file."""
+    with pytest.raises(CheckpointError, match=r"state_dict\(\) of first must come back from JSON as it was"):
+        RunState.of(1, {"first": Counter([value])}, {}).write(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ part's state, only that part knows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -61,6 +62,12 @@ class RunState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raw = msgspec.json.encode(self)
         except TypeError as error:
             raise CheckpointError(f"state_dict() must give plain JSON data, got: {error}; convert it there") from error
+        for name, state in self.parts.items():
+            if not _comes_back(msgspec.to_builtins(state, builtin_types=(bytes,))):
+                raise CheckpointError(
+                    f"state_dict() of {name} must come back from JSON as it was, got bytes, a number that is not finite or a key that is "
+                    "no text; convert it there"
+                )
         (directory / _FILE).write_bytes(raw)
 
     def restore_parts(self, parts: Mapping[str, Stateful]) -> None:
@@ -100,3 +107,12 @@ def read_run_state(directory: Path) -> RunState:
         raise CheckpointError(
             f"{path} must be the state of a run, got: {error}; resume from another step, or with the version that wrote it"
         ) from error
+
+
+def _comes_back(value: Any) -> bool:
+    """Whether JSON gives a value back, with tuples as lists."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _comes_back(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_comes_back, value))
+    return math.isfinite(value) if isinstance(value, float) else isinstance(value, str | int | None)
