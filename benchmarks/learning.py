@@ -3,7 +3,8 @@
     python -m benchmarks.learning [--seeds N] [--jobs N] [--only NAME ...] [--write FILE]
 
 Every seed has a home of its own: the quickstart's files and its warm start, made once. From there each recipe of `recipes/quickstart` is
-trained as `ostinato train HOME/config.yaml recipes/quickstart/NAME.yaml` does it. The gain is the mean reward of the last five steps less
+trained as `ostinato train HOME/config.yaml recipes/quickstart/NAME.yaml` does it; `sft_grpo` begins without the warm start, with
+`ostinato sft recipes/sft/quickstart.yaml`. The gain is the mean reward of the last five steps less
 that of the first five. The controls train as GRPO does, but for one thing that takes the meaning out of it:
 
 - `learning_rate_0`: the optimizer steps with a rate of 0.
@@ -25,7 +26,8 @@ from pathlib import Path
 from statistics import fmean
 
 REPO = Path(__file__).resolve().parent.parent
-RECIPES = tuple(sorted(path.stem for path in (REPO / "recipes/quickstart").glob("*.yaml")))
+SFT_GRPO = "sft_grpo"
+RECIPES = (*sorted(path.stem for path in (REPO / "recipes/quickstart").glob("*.yaml")), SFT_GRPO)
 CONTROLS = ("learning_rate_0", "shuffled_rewards", "inverted_masks")
 LEARNED, NOT_LEARNED = 0.1, 0.05
 NUM_ENDS = 5
@@ -56,12 +58,35 @@ def train(home: str, name: str, output: str) -> list[float]:
     files = [Path(home) / "config.yaml"]
     if name in CONTROLS:
         SPOIL[name](overrides)
+    elif name == SFT_GRPO:
+        files.append(REPO / "recipes/quickstart/grpo.yaml")
+        overrides.append(f"actor_rollout_ref.model.path={fine_tuned(home, f'{output}-sft')}")
     else:
         files.append(REPO / "recipes/quickstart" / f"{name}.yaml")
     with host_threads(1):
         run_training(load_config(files, overrides))
     lines = map(json.loads, (Path(output) / "metrics.jsonl").read_text().splitlines())
     return [line["critic/score/mean"] for line in lines if "critic/score/mean" in line]
+
+
+def fine_tuned(home: str, output: str) -> str:
+    """The model of a home, without its warm start, after `ostinato sft` by the recipe; returns the model's folder."""
+    from rich.console import Console
+
+    from ostinato_engines.device import host_threads
+    from ostinato_trainer.config_loading import load_tree
+    from ostinato_trainer.config_sft import SftConfig
+    from ostinato_trainer.sft_run import run_sft
+
+    overrides = [
+        f"model.path={home}/model",
+        f"data.train_files={home}/dialogues.jsonl",
+        f"trainer.default_local_dir={output}",
+    ]
+    config, _ = load_tree(SftConfig, [REPO / "recipes/sft/quickstart.yaml"], overrides)
+    with host_threads(1):
+        run_sft(config, console=Console(quiet=True))
+    return output
 
 
 def no_learning_rate(overrides: list[str]) -> None:
@@ -129,7 +154,7 @@ def table(curves: dict[str, list[list[float]]]) -> str:
     for name, of_name in curves.items():
         first, last = (fmean(fmean(part) for part in parts) for parts in _ends(of_name))
         gains = [gain(rewards) for rewards in of_name]
-        label = f"control: {name.replace('_', ' ')}" if name in CONTROLS else f"`{name}.yaml`"
+        label = f"control: {name.replace('_', ' ')}" if name in CONTROLS else f"`{name}`"
         cells = " | ".join(f"{value:+.3f}" for value in gains)
         lines.append(f"| {label} | {first:.3f} | {last:.3f} | {cells} | {fmean(gains):+.3f} |")
     return "\n".join(lines) + "\n"
