@@ -177,12 +177,15 @@ async def test_a_function_that_ignores_its_cancellation_meets_its_deadline(monke
                 continue
         return 1.0
 
+    asyncio.get_running_loop().call_later(20.0, release.set)  # else a deadline that does not hold would hang this test
     rewards = manager(stubborn, timeout_s=0.2, num_workers=1)
-    for _ in range(2):
-        with pytest.raises(RewardError, match=r"stubborn must answer within reward.timeout_s=0.2"):
-            await rewards({**ROW, "data_source": "hang"}, ANSWER)
-    assert (await rewards(ROW, ANSWER)).score == 1.0
-    release.set()
+    try:
+        for _ in range(2):
+            with pytest.raises(RewardError, match=r"stubborn must answer within reward.timeout_s=0.2"):
+                await rewards({**ROW, "data_source": "hang"}, ANSWER)
+        assert (await rewards(ROW, ANSWER)).score == 1.0
+    finally:
+        release.set()
 
 
 @pytest.mark.parametrize("is_async", [False, True])
