@@ -33,7 +33,7 @@ isolate *PACKAGES:
 bench *NAMES:
     uv run python -m benchmarks {{NAMES}}
 
-# Environments of their own for the peers that benchmarks compare with
+# Environments of their own for the peers that benchmarks compare with and for frameworks whose agents are trained
 peers:
     uv run python -m benchmarks.peers
 
