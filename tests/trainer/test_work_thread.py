@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import ctypes
 import logging
 import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
-import torch
 
 from ostinato_engines.device import host_threads
 from ostinato_trainer.errors import BackendError
@@ -143,13 +144,20 @@ async def test_interrupts_that_come_at_the_very_end_harm_nothing(num_spins: int)
     thread.close()
 
 
+def openmp() -> ctypes.CDLL:
+    """The OpenMP library that torch has loaded; asked past torch, which would set its count when it is asked."""
+    maps = Path("/proc/self/maps")
+    text = maps.read_text() if maps.exists() else ""
+    found = re.search(r"\S*lib(?:gomp|iomp5|omp)\S*\.so\S*", text)
+    if found is None:
+        pytest.skip("needs torch with OpenMP, and Linux to find it")
+    return ctypes.CDLL(found.group())
+
+
 @pytest.mark.parametrize("count", [1, 3])
 async def test_libraries_get_as_many_host_threads_as_the_caller(count: int) -> None:
     """The number of host threads that the caller has chosen holds in the training thread too, where OpenMP has a count of its own."""
-    thread = WorkThread()
+    thread, library = WorkThread(), openmp()
     with host_threads(count):
-        expected = re.findall(r"omp_get_max_threads\(\) : (\d+)", torch.__config__.parallel_info())
-        found = await thread.run(torch.__config__.parallel_info)
-    assert re.findall(r"omp_get_max_threads\(\) : (\d+)", found) == expected
-    assert not expected or expected == [str(count)]
+        assert await thread.run(library.omp_get_max_threads) == count
     thread.close()
