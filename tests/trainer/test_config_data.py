@@ -23,6 +23,7 @@ def test_one_path_and_several_are_alike() -> None:
         ("data.val_max_samples=0", "write data.val_max_samples=-1"),
         ("data.train_max_samples=-2", "data.train_max_samples"),
         ("data.filter_overlong_prompts_workers=0", "data.filter_overlong_prompts_workers"),
+        ("data.apply_chat_template_kwargs.add_generation_prompt=false", "got add_generation_prompt; remove it"),
         ("data.truncation=start", "error | left | right | middle"),
         ("data.return_raw_chat=false", "write data.return_raw_chat=true"),
         ("data.max_samples=3", "write data.train_max_samples"),

@@ -112,6 +112,8 @@ def test_missing_files_and_folders_are_errors(tmp_path: Path) -> None:
         open_data_file(str(tmp_path / "no.parquet"))
     with pytest.raises(DatasetError, match=r"got the folder .*/\*\.parquet"):
         open_data_file(str(tmp_path))
+    with pytest.raises(DatasetError, match=r"local or begin with hf://, got s3://bucket/x\.jsonl; download it"):
+        open_data_file("s3://bucket/x.jsonl")
     with pytest.raises(DatasetError, match="must be readable: File name too long"):
         open_data_file("x" * 1000 + ".jsonl")
 

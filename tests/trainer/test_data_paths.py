@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ostinato_trainer.data_files import open_data_file
 from ostinato_trainer.data_paths import data_file_names
 from ostinato_trainer.errors import DatasetError
 
@@ -50,3 +51,10 @@ def test_an_empty_name_is_an_error() -> None:
     """An empty name, which would be the present folder, is refused."""
     with pytest.raises(DatasetError, match="must have a name"):
         data_file_names(["a.jsonl", ""])
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/a.jsonl", "~nobody-of-this-name/*.jsonl"])
+def test_a_home_that_is_not_there_is_an_error(name: str) -> None:
+    """`~USER` of nobody is said to be that, in a name and in a pattern."""
+    with pytest.raises(DatasetError, match=r"must begin with the home of a known user .*; write the whole path"):
+        [open_data_file(file) for file in data_file_names([name])]

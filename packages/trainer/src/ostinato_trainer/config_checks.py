@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 _ACTOR: Final = "actor_rollout_ref.actor"
 _MODEL: Final = "actor_rollout_ref.model"
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
+_RENDERED: Final = frozenset({"messages", "tools", "add_generation_prompt"})
+"""Variables of a chat template that no configuration may replace."""
 
 
 _WITHOUT_CRITIC: Final = (
@@ -90,6 +92,11 @@ def consistency_problems(config: Config) -> list[str]:
     for name in ("train_max_samples", "val_max_samples"):
         if getattr(data, name) == 0:
             problems.append(f"data.{name} must be at least 1, or -1 for all rows, got 0; write data.{name}=-1")
+    if taken := _RENDERED.intersection(data.apply_chat_template_kwargs):
+        problems.append(
+            f"data.apply_chat_template_kwargs must not hold what every prompt is rendered with, got {', '.join(sorted(taken))}; "
+            "remove it"
+        )
     custom = data.custom_cls
     if (custom.path is None) != (custom.name is None):
         problems.append(

@@ -73,7 +73,10 @@ def without_prefix(path: str) -> str:
 
 
 def _import_file(path: str, key: str, error: type[TrainerError]) -> ModuleType:
-    file = Path(path).expanduser().resolve()
+    try:
+        file = Path(path).expanduser().resolve()
+    except RuntimeError as cause:
+        raise error(f"{key}.path must be an existing Python file, got {path}: {cause}; write the whole path") from cause
     if not file.is_file():
         raise error(f"{key}.path must be an existing Python file, got {path}; check the path")
     name = f"ostinato_custom_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"

@@ -23,6 +23,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ostinato_trainer.data_paths import expanded_path
 from ostinato_trainer.errors import DatasetError
 from ostinato_trainer.hub_files import HUB_SCHEME, fetch_hub_file
 from ostinato_trainer.json_rows import decoded_json_row, json_array_rows
@@ -65,7 +66,7 @@ def open_data_file(name: str) -> DataFile:
     Raises:
         DatasetError: no such file, a form that is not read, content that is not of that form, or no rows.
     """
-    path = fetch_hub_file(name) if name.startswith(HUB_SCHEME) else Path(name).expanduser()
+    path = fetch_hub_file(name) if name.startswith(HUB_SCHEME) else expanded_path(name)
     try:
         _check_kind(name, path)
         file = _opened(name, path)
@@ -78,6 +79,8 @@ def open_data_file(name: str) -> DataFile:
 
 def _check_kind(name: str, path: Path) -> None:
     """Refuse what is there by its name: nothing, a folder, or another form of file."""
+    if "://" in name and not name.startswith(HUB_SCHEME):
+        raise DatasetError(f"a data file must be local or begin with {HUB_SCHEME}, got {name}; download it")
     if path.is_dir():
         raise DatasetError(f"a data file must be a file, got the folder {name}; write {name.rstrip('/')}/*.parquet")
     if not path.exists():

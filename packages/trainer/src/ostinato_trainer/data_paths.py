@@ -12,7 +12,7 @@ from typing import Final
 from ostinato_trainer.errors import DatasetError
 from ostinato_trainer.hub_files import HUB_SCHEME, hub_file_names
 
-__all__ = ["data_file_names"]
+__all__ = ["data_file_names", "expanded_path"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +34,31 @@ def data_file_names(names: Sequence[str]) -> list[str]:
     return found
 
 
+def expanded_path(name: str) -> Path:
+    """`name` as a path, with the home that `~` or `~USER` stands for.
+
+    Raises:
+        DatasetError: There is no such home.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise DatasetError(
+            f"a path must begin with the home of a known user where it begins with ~, got {name}: {error}; "
+            "write the whole path"
+        ) from error
+
+
 def _is_pattern(name: str) -> bool:
     if _PATTERN_CHARACTERS.isdisjoint(name):
         return False
-    return name.startswith(HUB_SCHEME) or not Path(name).expanduser().exists()
+    return name.startswith(HUB_SCHEME) or not expanded_path(name).exists()
 
 
 def _matches(pattern: str) -> list[str]:
     if pattern.startswith(HUB_SCHEME):
         return hub_file_names(pattern)
-    expanded = str(Path(pattern).expanduser())
+    expanded = str(expanded_path(pattern))
     files = sorted(name for name in glob.glob(expanded, recursive=True) if Path(name).is_file())
     if not files:
         raise DatasetError(f"a pattern of data files must match at least one, got {pattern}; check the path")

@@ -23,6 +23,7 @@ from typing import Any, Final
 import msgspec
 
 from ostinato_tokenization import ChatTokenizer
+from ostinato_trainer.data_paths import expanded_path
 
 __all__ = ["LengthCache", "cache_folder", "prompt_digest"]
 
@@ -104,7 +105,7 @@ class LengthCache:
 def cache_folder(configured: str | None) -> Path | None:
     """`data.cache_dir`, else the user's folder for caches; None where there is no such folder."""
     if configured is not None:
-        return Path(configured).expanduser()
+        return expanded_path(configured)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ostinato"
     except RuntimeError:  # no home
