@@ -24,8 +24,8 @@ import pyarrow.parquet as pq
 
 from benchmarks.peers import PeerProcess, python_of
 from ostinato_tokenization import ChatTokenizer
-from ostinato_trainer.config_data import DataConfig
-from ostinato_trainer.dataset import RLHFDataset
+from ostinato_trainer.config.data import DataConfig
+from ostinato_trainer.data.dataset import RLHFDataset
 
 NUM_ROWS = 20_000
 LIMIT = 300

@@ -52,7 +52,7 @@ def train(home: str, name: str, output: str) -> list[float]:
     """Train a recipe or a control; returns the mean reward of each step."""
     from ostinato_engines.device import host_threads
     from ostinato_trainer.assembly import run_training
-    from ostinato_trainer.config_loading import load_config
+    from ostinato_trainer.config.loading import load_config
 
     overrides = [f"trainer.default_local_dir={output}", "trainer.logger=[jsonl]", "trainer.save_freq=0"]
     files = [Path(home) / "config.yaml"]
@@ -74,9 +74,9 @@ def fine_tuned(home: str, output: str) -> str:
     from rich.console import Console
 
     from ostinato_engines.device import host_threads
-    from ostinato_trainer.config_loading import load_tree
-    from ostinato_trainer.config_sft import SftConfig
-    from ostinato_trainer.sft_run import run_sft
+    from ostinato_trainer.config.loading import load_tree
+    from ostinato_trainer.config.sft import SftConfig
+    from ostinato_trainer.sft.run import run_sft
 
     overrides = [
         f"model.path={home}/model",
@@ -100,7 +100,7 @@ def shuffle_rewards(_: list[str]) -> None:
 
     import torch
 
-    from ostinato_trainer import ppo_trainer
+    from ostinato_trainer.loop import ppo_trainer
 
     generator = torch.Generator().manual_seed(0)
     prepare = ppo_trainer.prepare_batch
@@ -117,7 +117,7 @@ def invert_masks(_: list[str]) -> None:
     """In this process, batches train on what was not sampled of a response."""
     import dataclasses
 
-    from ostinato_trainer import experience
+    from ostinato_trainer.loop import experience
 
     segments_of = experience.segments_of
 

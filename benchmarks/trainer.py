@@ -26,12 +26,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.peers import PeerProcess, python_of
-from ostinato_trainer.advantages import with_advantages
-from ostinato_trainer.aggregation import with_loss_weights
-from ostinato_trainer.backend import EntropyMode
+from ostinato_trainer.algorithms.advantages import with_advantages
+from ostinato_trainer.algorithms.aggregation import with_loss_weights
+from ostinato_trainer.algorithms.policy_losses import PolicyLossOptions, policy_loss_fn
+from ostinato_trainer.backends.base import EntropyMode
+from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions
 from ostinato_trainer.batch import Batch
-from ostinato_trainer.local_backend import LocalBackend, LocalBackendOptions
-from ostinato_trainer.policy_losses import PolicyLossOptions, policy_loss_fn
 from ostinato_trainer.segments import Segment
 
 GROUPS, GROUP_SIZE = 4, 4

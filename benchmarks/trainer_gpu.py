@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from ostinato_trainer import packing
-from ostinato_trainer.aggregation import with_loss_weights
+from ostinato_trainer.algorithms.aggregation import with_loss_weights
+from ostinato_trainer.algorithms.policy_losses import PolicyLossOptions, policy_loss_fn
+from ostinato_trainer.backends import packing
+from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions
 from ostinato_trainer.batch import Batch
-from ostinato_trainer.local_backend import LocalBackend, LocalBackendOptions
-from ostinato_trainer.policy_losses import PolicyLossOptions, policy_loss_fn
 from ostinato_trainer.segments import Segment
 
 FIELDS = (

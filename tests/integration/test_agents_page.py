@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ostinato_agent_loop import agent_loop_class
-from ostinato_trainer.config_loading import load_config
+from ostinato_trainer.config.loading import load_config
 
 REPO = Path(__file__).resolve().parents[2]
 PAGE = (REPO / "docs" / "agents.md").read_text()

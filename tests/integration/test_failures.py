@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ostinato_trainer.checkpoint import CheckpointManager, check_complete
+from ostinato_trainer.checkpoints.manager import CheckpointManager, check_complete
 from ostinato_trainer.cli import app
 from ostinato_trainer.error_reporting import run_reporting_errors
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from ostinato_agent_loop import GatewayConfig, TrajectoryEnd
 from ostinato_rollout import FailureKind
 from ostinato_trainer.quickstart.run import run_quickstart
-from ostinato_trainer.sft import SftSettings
+from ostinato_trainer.sft.steps import SftSettings
 
 pytestmark = pytest.mark.slow  # each trajectory starts a heavy program
 

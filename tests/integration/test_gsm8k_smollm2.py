@@ -135,9 +135,9 @@ def test_what_is_trained_on_is_what_was_sampled(
     from ostinato_engines.loading import load_server_class
     from ostinato_tokenization import ChatTokenizer
     from ostinato_trainer.assembly import run_training
+    from ostinato_trainer.backends.local import LocalBackend
     from ostinato_trainer.batch import Batch
-    from ostinato_trainer.config_loading import load_config
-    from ostinato_trainer.local_backend import LocalBackend
+    from ostinato_trainer.config.loading import load_config
 
     for name, text in (("server.py", RECORDING_SERVER), ("reward.py", LENGTH_REWARD)):
         (tmp_path / name).write_text(text)

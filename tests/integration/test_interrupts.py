@@ -21,10 +21,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that a shell r
 phase, marker = sys.argv[1], Path(sys.argv[2])
 sys.argv = ["ostinato", *sys.argv[3:]]
 
-import ostinato_trainer.sft
+import ostinato_trainer.sft.steps
 from ostinato_engines.transformers_server import TransformersServer
 from ostinato_trainer.cli import main
-from ostinato_trainer.local_backend import LocalBackend, LocalSnapshot
+from ostinato_trainer.backends.local import LocalBackend, LocalSnapshot
 
 
 def compute():

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from ostinato_trainer.checkpoint import CheckpointManager, check_complete
+from ostinato_trainer.checkpoints.manager import CheckpointManager, check_complete
 
 FORK_SERVER = """
 import os, signal, sys

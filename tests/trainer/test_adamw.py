@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ostinato_trainer.adamw import AdamW, AdamWOptions
+from ostinato_trainer.backends.adamw import AdamW, AdamWOptions
 from ostinato_trainer.errors import BackendError, CheckpointError
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato_trainer.advantages import (
+from ostinato_trainer.algorithms.advantages import (
     AdvantageOptions,
     advantage_estimator,
     grpo,
@@ -339,7 +339,7 @@ def test_an_own_estimator_comes_from_a_file(tmp_path):
     """file.py:function runs as it is; one that was registered there keeps what it said it needs; what is not there is named."""
     file = tmp_path / "my_algorithms.py"
     file.write_text(
-        "from ostinato_trainer.advantages import register_advantage_estimator\n"
+        "from ostinato_trainer.algorithms.advantages import register_advantage_estimator\n"
         "def twos(batch, options):\n    return batch.loss_mask.double() * 2\n"
         "@register_advantage_estimator('tested_critical', needs_critic=True)\n"
         "def critical(batch, options):\n    return batch.loss_mask.double()\n"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato_trainer.advantages_outcome import gpg, group_centred, grpo, grpo_passk, opo, rloo
+from ostinato_trainer.algorithms.advantages_outcome import gpg, group_centred, grpo, grpo_passk, opo, rloo
 from ostinato_trainer.errors import BatchError
 
 TRAJECTORIES = st.lists(

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato_trainer.advantages_token import (
+from ostinato_trainer.algorithms.advantages_token import (
     chain_order,
     discounted_sums,
     gae,

@@ -5,7 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato_trainer.aggregation import LossAggMode, aggregate, loss_weights, token_average, with_loss_weights
+from ostinato_trainer.algorithms.aggregation import (
+    LossAggMode,
+    aggregate,
+    loss_weights,
+    token_average,
+    with_loss_weights,
+)
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import AlgorithmError, BatchError
 from ostinato_trainer.segments import Segment

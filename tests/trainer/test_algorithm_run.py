@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ostinato_trainer.assembly import run_training
-from ostinato_trainer.config_loading import load_config
+from ostinato_trainer.config.loading import load_config
 
 pytestmark = pytest.mark.slow
 

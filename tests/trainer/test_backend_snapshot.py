@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ostinato_trainer.backend_state import ModelState
-from ostinato_trainer.local_backend import LocalBackend, LocalBackendOptions
-from ostinato_trainer.local_critic import LocalCritic
-from ostinato_trainer.value_model import load_value_model
+from ostinato_trainer.backends.critic import LocalCritic
+from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions
+from ostinato_trainer.backends.state import ModelState
+from ostinato_trainer.backends.value_model import load_value_model
 
 SHAPE = {
     "vocab_size": 64,

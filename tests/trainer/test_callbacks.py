@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ostinato_trainer.callbacks import Callbacks, StepFunction, TrainerCallback, load_callbacks
 from ostinato_trainer.errors import CallbackError, ConfigError
+from ostinato_trainer.loop.callbacks import Callbacks, StepFunction, TrainerCallback, load_callbacks
 
 
 class Journal(TrainerCallback):

@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from ostinato_trainer.backend import EntropyMode
+from ostinato_trainer.backends.base import EntropyMode
+from ostinato_trainer.backends.causal_lm import CausalLM, load_causal_lm
+from ostinato_trainer.backends.packing import Layout
 from ostinato_trainer.batch import Batch
-from ostinato_trainer.causal_lm import CausalLM, load_causal_lm
 from ostinato_trainer.errors import BackendError
-from ostinato_trainer.packing import Layout
 from ostinato_trainer.segments import Segment
 
 SHAPE = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}

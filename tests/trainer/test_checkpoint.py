@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from ostinato_trainer.checkpoint import BEST, LATEST, CheckpointManager, check_complete
+from ostinato_trainer.checkpoints.manager import BEST, LATEST, CheckpointManager, check_complete
 from ostinato_trainer.errors import CheckpointError
 
 
@@ -161,7 +161,7 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
         """
         import sys
         from pathlib import Path
-        from ostinato_trainer.checkpoint import CheckpointManager
+        from ostinato_trainer.checkpoints.manager import CheckpointManager
         manager = CheckpointManager(sys.argv[1], max_to_keep=2)
         def write(directory):
             for number in range(20):
@@ -187,7 +187,7 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
 
 SCRIPT = """
 import resource, sys
-from ostinato_trainer.checkpoint import CheckpointManager
+from ostinato_trainer.checkpoints.manager import CheckpointManager
 from ostinato_trainer.errors import CheckpointError
 {prepare}
 manager = CheckpointManager(sys.argv[1])
@@ -203,7 +203,7 @@ except CheckpointError as error:
 TENSORS = """
 import torch
 from pathlib import Path
-from ostinato_trainer.backend_state import BackendState, write_state
+from ostinato_trainer.backends.state import BackendState, write_state
 def write(directory):
     tensors = {"weight": torch.zeros(400, 1000)}
     write_state(directory / "actor", tensors, tensors, BackendState(num_steps=1, num_skipped=0, policy_version=1))
@@ -211,7 +211,7 @@ def write(directory):
 
 MODEL = """
 from transformers import LlamaConfig, LlamaForCausalLM
-from ostinato_trainer.local_backend import LocalBackend, LocalBackendOptions
+from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions
 shape = dict(vocab_size=1000, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
 backend = LocalBackend(LlamaForCausalLM(LlamaConfig(**shape)), LocalBackendOptions(device="cpu"))
 def write(directory):

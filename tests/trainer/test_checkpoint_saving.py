@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from ostinato_trainer.checkpoint import CheckpointManager, check_complete
-from ostinato_trainer.checkpoint_saving import RunCheckpoints, restore_run
+from ostinato_trainer.checkpoints.manager import CheckpointManager, check_complete
+from ostinato_trainer.checkpoints.resume import resume_point
+from ostinato_trainer.checkpoints.saving import RunCheckpoints, restore_run
 from ostinato_trainer.config import Config, TrainerConfig
 from ostinato_trainer.errors import CheckpointError
-from ostinato_trainer.loggers import Loggers
-from ostinato_trainer.resume import resume_point
+from ostinato_trainer.loggers.group import Loggers
 
 
 class Counter:
@@ -173,7 +173,7 @@ async def test_the_last_checkpoint_survives_an_interrupt_of_the_wait_for_it(tmp_
 async def test_an_interrupted_run_leaves_one_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while a disk does not answer: the run ends, and nothing of the checkpoint is left or appears later."""
     gate = threading.Event()
-    monkeypatch.setattr("ostinato_trainer.checkpoint_saving._GRACE_S", 0.01)
+    monkeypatch.setattr("ostinato_trainer.checkpoints.saving._GRACE_S", 0.01)
     with CheckpointManager(tmp_path) as manager:
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012  (the end of the context raises)
             async with checkpoints(manager, CopyingBackend("word", gate), Counter()) as saving:

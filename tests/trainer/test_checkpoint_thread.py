@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from ostinato_trainer.checkpoint_thread import CheckpointThread
+from ostinato_trainer.checkpoints.thread import CheckpointThread
 from ostinato_trainer.errors import CheckpointError
 
 

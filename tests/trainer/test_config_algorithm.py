@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from ostinato_trainer.config_algorithm import Rejection, RolloutCorrectionConfig
-from ostinato_trainer.config_checks import check_runnable
-from ostinato_trainer.config_loading import load_config
+from ostinato_trainer.config.algorithm import Rejection, RolloutCorrectionConfig
+from ostinato_trainer.config.checks import check_runnable
+from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.errors import ConfigError
 
 CORRECTION = "algorithm.rollout_correction"

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from ostinato_trainer.config_checks import check_runnable
-from ostinato_trainer.config_loading import load_config
+from ostinato_trainer.config.checks import check_runnable
+from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.errors import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from ostinato_trainer.config_data import DataConfig
-from ostinato_trainer.config_loading import load_config
+from ostinato_trainer.config.data import DataConfig
+from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.errors import ConfigError
 
 

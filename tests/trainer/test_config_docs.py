@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from ostinato_trainer.config import Config
-from ostinato_trainer.config_docs import config_rows
-from ostinato_trainer.config_loading import load_config
-from ostinato_trainer.config_schema import schema_keys, type_text
+from ostinato_trainer.config.docs import config_rows
+from ostinato_trainer.config.loading import load_config
+from ostinato_trainer.config.schema import schema_keys, type_text
 
 ROWS = {row.key: row for row in config_rows()}
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato_trainer.config import Config
-from ostinato_trainer.config_docs import config_rows
-from ostinato_trainer.config_loading import flat_values, load_config, to_yaml
-from ostinato_trainer.config_schema import schema_keys
+from ostinato_trainer.config.docs import config_rows
+from ostinato_trainer.config.loading import flat_values, load_config, to_yaml
+from ostinato_trainer.config.schema import schema_keys
 from ostinato_trainer.errors import ConfigError
 
 SHARED = Path(os.environ.get("OSTINATO_SHARED", Path(__file__).parents[3] / "shared"))

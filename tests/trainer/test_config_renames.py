@@ -5,9 +5,9 @@ import re
 import pytest
 
 from ostinato_trainer.config import Config
-from ostinato_trainer.config_loading import load_config
-from ostinato_trainer.config_renames import REFUSED_VALUES, RENAMED_NAMES, RENAMED_PATHS, UNREAD_NAMES, UNREAD_SECTIONS
-from ostinato_trainer.config_schema import schema_keys, schema_sections
+from ostinato_trainer.config.loading import load_config
+from ostinato_trainer.config.renames import REFUSED_VALUES, RENAMED_NAMES, RENAMED_PATHS, UNREAD_NAMES, UNREAD_SECTIONS
+from ostinato_trainer.config.schema import schema_keys, schema_sections
 from ostinato_trainer.errors import ConfigError
 
 PLACES = {*schema_keys(Config), *schema_sections(Config)}

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from ostinato_trainer.config_checks import consistency_problems, unread_keys
-from ostinato_trainer.config_loading import load_config
-from ostinato_trainer.config_reward import CustomRewardConfig, RewardConfig
+from ostinato_trainer.config.checks import consistency_problems, unread_keys
+from ostinato_trainer.config.loading import load_config
+from ostinato_trainer.config.reward import CustomRewardConfig, RewardConfig
 from ostinato_trainer.errors import ConfigError
-from ostinato_trainer.reward_functions import custom_function
+from ostinato_trainer.rewards.functions import custom_function
 
 URL = "reward.reward_model.url=http://127.0.0.1:1/classify"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ostinato_trainer.config_checks import unread_keys
-from ostinato_trainer.config_loading import load_config
-from ostinato_trainer.config_sampling_checks import uncorrected_staleness
+from ostinato_trainer.config.checks import unread_keys
+from ostinato_trainer.config.loading import load_config
+from ostinato_trainer.config.sampling_checks import uncorrected_staleness
 from ostinato_trainer.errors import ConfigError
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from ostinato_tokenization.testing import tiny_chat_tokenizer
-from ostinato_trainer.count_workers import CountWorkers
+from ostinato_trainer.data.count_workers import CountWorkers
+from ostinato_trainer.data.prompt_length import PromptLength
 from ostinato_trainer.errors import DatasetError
-from ostinato_trainer.prompt_length import PromptLength
 
 PROMPT = [{"role": "user", "content": "q"}]
 
@@ -80,8 +80,8 @@ def test_a_script_without_a_main_guard_may_use_them(tmp_path: Path) -> None:
     script.write_text(
         "import os\n"
         "from ostinato_tokenization.testing import tiny_chat_tokenizer\n"
-        "from ostinato_trainer.prompt_counter import PromptCounter\n"
-        "from ostinato_trainer.prompt_length import PromptLength\n"
+        "from ostinato_trainer.data.prompt_counter import PromptCounter\n"
+        "from ostinato_trainer.data.prompt_length import PromptLength\n"
         "print('once')\n"
         'template = \'{{ messages[0].content }}{{ raise_exception("no") if messages[0].content == "x7" }}\'\n'
         "length = PromptLength(tiny_chat_tokenizer(chat_template=template), {}, 100)\n"

@@ -13,7 +13,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from ostinato_trainer.assembly import run_training
-from ostinato_trainer.config_loading import load_config
+from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.errors import BackendError, ConfigError
 from ostinato_trainer.quickstart.report import ACCURACY
 from ostinato_trainer.quickstart.run import make_files, run_quickstart

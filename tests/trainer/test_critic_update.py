@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato_trainer.aggregation import with_loss_weights
-from ostinato_trainer.backend import OptimizerStats
+from ostinato_trainer.algorithms.aggregation import with_loss_weights
+from ostinato_trainer.algorithms.value_loss import value_loss
+from ostinato_trainer.backends.base import OptimizerStats
 from ostinato_trainer.batch import Batch
-from ostinato_trainer.config_loading import load_config
-from ostinato_trainer.critic_update import CriticUpdate, critic_update_settings, explained_variance
+from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.errors import ConfigError
+from ostinato_trainer.loop.critic_update import CriticUpdate, critic_update_settings, explained_variance
 from ostinato_trainer.segments import Segment
-from ostinato_trainer.value_loss import value_loss
 
 NUMBERS = [(0.3, 0.1, 1.0), (2.0, 0.1, 1.0), (-2.0, 0.1, 1.0), (0.7, 0.1, -5.0), (1e3, 0.0, 0.0), (0.6, 0.1, 0.6)]
 """(prediction, value at the start, return)."""

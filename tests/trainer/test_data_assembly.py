@@ -10,9 +10,9 @@ import pytest
 from ostinato_agent_loop import make_tool_executor
 from ostinato_tokenization.testing import tiny_chat_tokenizer
 from ostinato_trainer.config import Config
-from ostinato_trainer.config_loading import load_config
-from ostinato_trainer.data_assembly import build_datasets
-from ostinato_trainer.dataset import PromptDataset
+from ostinato_trainer.config.loading import load_config
+from ostinato_trainer.data.assembly import build_datasets
+from ostinato_trainer.data.dataset import PromptDataset
 from ostinato_trainer.errors import DatasetError
 
 TOKENIZER = tiny_chat_tokenizer()

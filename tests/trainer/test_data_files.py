@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato_trainer.data_files import open_data_file
+from ostinato_trainer.data.files import open_data_file
 from ostinato_trainer.errors import DatasetError
 
 CALL_A = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}

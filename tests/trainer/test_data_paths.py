@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ostinato_trainer.data_files import open_data_file
-from ostinato_trainer.data_paths import data_file_names
+from ostinato_trainer.data.files import open_data_file
+from ostinato_trainer.data.paths import data_file_names
 from ostinato_trainer.errors import DatasetError
 
 

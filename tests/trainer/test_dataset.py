@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from ostinato_tokenization.testing import tiny_chat_tokenizer
-from ostinato_trainer.config_data import CustomClassConfig, DataConfig
-from ostinato_trainer.dataset import RLHFDataset, RowSample, create_dataset
+from ostinato_trainer.config.data import CustomClassConfig, DataConfig
+from ostinato_trainer.data.dataset import RLHFDataset, RowSample, create_dataset
+from ostinato_trainer.data.prompt_loader import PromptLoader
 from ostinato_trainer.errors import DatasetError
-from ostinato_trainer.prompt_loader import PromptLoader
 
 TOKENIZER = tiny_chat_tokenizer()
 TOOL = {"type": "function", "function": {"name": "f", "description": "d" * 40, "parameters": {"type": "object"}}}
@@ -141,7 +141,7 @@ def test_items_are_fresh(tmp_path: Path) -> None:
 def test_a_class_of_one_s_own_takes_its_place(tmp_path: Path) -> None:
     """data.custom_cls names a class that is made with the same arguments."""
     (tmp_path / "own.py").write_text(
-        "from ostinato_trainer.dataset import RLHFDataset\n"
+        "from ostinato_trainer.data.dataset import RLHFDataset\n"
         "class Loud(RLHFDataset):\n"
         "    def __getitem__(self, index):\n"
         "        return super().__getitem__(index) | {'loud': True}\n"

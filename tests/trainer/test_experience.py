@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from ostinato_trainer.algorithms.kl_control import KLController
 from ostinato_trainer.batch import Batch
-from ostinato_trainer.config_loading import load_config
+from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.errors import BatchError
-from ostinato_trainer.experience import prepare_batch, with_baselines
-from ostinato_trainer.kl_control import KLController
+from ostinato_trainer.loop.experience import prepare_batch, with_baselines
+from ostinato_trainer.loop.parts import Stopwatch
 from ostinato_trainer.segments import Segment
-from ostinato_trainer.trainer_parts import Stopwatch
 
 ALGORITHM = "algorithm"
 CORRECTION = "algorithm.rollout_correction"

@@ -5,7 +5,7 @@ import logging
 
 from ostinato_agent_loop import AgentLoopOutput, RewardResult, Trajectory, TrajectoryEnd
 from ostinato_rollout import Failure, FailureKind
-from ostinato_trainer.generations import GenerationFiles, generation_row, generation_rows
+from ostinato_trainer.metrics.generations import GenerationFiles, generation_row, generation_rows
 
 
 def decode(ids):
@@ -69,7 +69,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path, caplog):
 def test_a_run_keeps_what_it_sampled_and_shows_some_of_it(quickstart_home, tmp_path, capsys):
     """A validation alone trains and saves nothing; its samples are in the folder and on the console."""
     from ostinato_trainer.assembly import run_training
-    from ostinato_trainer.config_loading import load_config
+    from ostinato_trainer.config.loading import load_config
 
     config = load_config(
         [quickstart_home / "config.yaml"],

@@ -7,7 +7,7 @@ import pytest
 from ostinato_agent_loop import RewardResult, Trajectory, TrajectoryGroup
 from ostinato_rollout import Failure, FailureKind
 from ostinato_trainer.errors import AlgorithmError, TrainingInterrupted
-from ostinato_trainer.group_filter import DropCounts, DropLimits, GroupFilter
+from ostinato_trainer.loop.group_filter import DropCounts, DropLimits, GroupFilter
 
 FAILURE = Failure("a tool", FailureKind.TOOL, "no answer")
 

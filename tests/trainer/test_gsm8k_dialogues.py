@@ -2,7 +2,7 @@
 
 import pytest
 
-from ostinato_trainer.gsm8k_dialogues import Gsm8kDialogues
+from ostinato_trainer.data.gsm8k_dialogues import Gsm8kDialogues
 
 PROMPT = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
 

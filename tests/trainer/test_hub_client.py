@@ -71,8 +71,8 @@ def endpoint() -> Iterator[str]:
 
 CLIENT = """
 import json, sys
-from ostinato_trainer.data_files import open_data_file
-from ostinato_trainer.data_paths import data_file_names
+from ostinato_trainer.data.files import open_data_file
+from ostinato_trainer.data.paths import data_file_names
 from ostinato_trainer.errors import DatasetError
 found = []
 for name in json.loads(sys.argv[1]):

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from ostinato_trainer.data_files import open_data_file
+from ostinato_trainer.data.files import open_data_file
 from ostinato_trainer.errors import DatasetError
 
 

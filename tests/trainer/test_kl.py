@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato_trainer.algorithms.kl import KLKind, kl_estimate, kl_kind
 from ostinato_trainer.errors import AlgorithmError
-from ostinato_trainer.kl import KLKind, kl_estimate, kl_kind
 
 
 @settings(deadline=None)

@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 
-from ostinato_trainer.advantages import AdvantageOptions, with_advantages
+from ostinato_trainer.algorithms.advantages import AdvantageOptions, with_advantages
+from ostinato_trainer.algorithms.kl_control import KLController, with_kl_in_reward
 from ostinato_trainer.batch import Batch
-from ostinato_trainer.config_algorithm import KLControlConfig
+from ostinato_trainer.config.algorithm import KLControlConfig
 from ostinato_trainer.errors import BatchError, CheckpointError
-from ostinato_trainer.kl_control import KLController, with_kl_in_reward
 from ostinato_trainer.segments import Segment
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from ostinato_tokenization.testing import tiny_chat_tokenizer
-from ostinato_trainer import length_cache
-from ostinato_trainer.length_cache import LengthCache, cache_folder, prompt_digest
-from ostinato_trainer.prompt_counter import PromptCounter
-from ostinato_trainer.prompt_length import PromptLength
+from ostinato_trainer.data import length_cache
+from ostinato_trainer.data.length_cache import LengthCache, cache_folder, prompt_digest
+from ostinato_trainer.data.prompt_counter import PromptCounter
+from ostinato_trainer.data.prompt_length import PromptLength
 
 TOKENIZER = tiny_chat_tokenizer()
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}

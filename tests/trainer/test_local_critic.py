@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaModel
 
-from ostinato_trainer.aggregation import with_loss_weights
+from ostinato_trainer.algorithms.aggregation import with_loss_weights
+from ostinato_trainer.algorithms.value_loss import value_loss
+from ostinato_trainer.backends.critic import LocalCritic
+from ostinato_trainer.backends.local import LocalBackendOptions
+from ostinato_trainer.backends.value_model import ValueModel
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError, BatchError, CheckpointError
-from ostinato_trainer.local_backend import LocalBackendOptions
-from ostinato_trainer.local_critic import LocalCritic
 from ostinato_trainer.segments import Segment
-from ostinato_trainer.value_loss import value_loss
-from ostinato_trainer.value_model import ValueModel
 
 
 def make_critic(*, hidden: int = 16, **options: object) -> LocalCritic:

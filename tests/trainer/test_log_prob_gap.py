@@ -12,11 +12,11 @@ from ostinato_agent_loop import AgentLoopOutput, RewardResult, Trajectory
 from ostinato_engines import PolicySpan, SamplingParams
 from ostinato_engines.transformers_server import TransformersServer
 from ostinato_rollout import Failure, FailureKind
+from ostinato_trainer.backends.local import LocalBackend
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.config import ActorConfig, ActorRolloutRefConfig, Config, RolloutConfig
-from ostinato_trainer.config_loading import load_config
-from ostinato_trainer.local_backend import LocalBackend
-from ostinato_trainer.log_prob_gap import LogProbGapWatch, fresh_tokens, log_prob_gap
+from ostinato_trainer.config.loading import load_config
+from ostinato_trainer.metrics.log_prob_gap import LogProbGapWatch, fresh_tokens, log_prob_gap
 from ostinato_trainer.quickstart.tiny_model import save_model, save_tokenizer
 from ostinato_trainer.segments import Segment, segments_of
 

@@ -11,7 +11,7 @@ import pytest
 
 from ostinato_trainer.config import Config, TrainerConfig
 from ostinato_trainer.errors import LoggerError
-from ostinato_trainer.loggers import Loggers
+from ostinato_trainer.loggers.group import Loggers
 
 METRICS = {"critic/score/mean": 0.5, "actor/pg_loss": math.nan, "val-core/s/acc/mean@8": 1.0}
 
@@ -115,6 +115,6 @@ def test_trackio_records_and_goes_on_with_its_run(tmp_path: Path, monkeypatch: p
 def test_a_missing_extra_is_said_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Without its package a logger is an error with the line that installs it, and those made before it are closed."""
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if name == "tensorboard" else name, None)
-    monkeypatch.delitem(sys.modules, f"ostinato_trainer.{name}_logger", raising=False)
+    monkeypatch.delitem(sys.modules, f"ostinato_trainer.loggers.{name}_logger", raising=False)
     with pytest.raises(LoggerError, match=rf"pip install 'ostinato-trainer\[{name}\]'"):
         Loggers.from_config(config_for(tmp_path, "jsonl", name))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ostinato_trainer.errors import LoggerError
-from ostinato_trainer.logger_thread import LoggerThread
-from ostinato_trainer.loggers import Loggers
+from ostinato_trainer.loggers.group import Loggers
+from ostinato_trainer.loggers.thread import LoggerThread
 
 
 class Recorder:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ostinato_trainer.config import Config, TrainerConfig
 from ostinato_trainer.errors import LoggerError
-from ostinato_trainer.loggers import ConsoleLogger, JsonlLogger, Loggers
+from ostinato_trainer.loggers.group import ConsoleLogger, JsonlLogger, Loggers
 
 METRICS = {
     "critic/score/mean": 0.5,
@@ -133,7 +133,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 def test_a_missing_extra_prints_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the extra, the logger mlflow is an error with the line that installs it."""
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    monkeypatch.delitem(sys.modules, "ostinato_trainer.mlflow_logger", raising=False)
+    monkeypatch.delitem(sys.modules, "ostinato_trainer.loggers.mlflow_logger", raising=False)
     config = Config(trainer=TrainerConfig(logger=("mlflow",)))
     with pytest.raises(LoggerError, match=r"pip install 'ostinato-trainer\[mlflow\]'"):
         Loggers.from_config(config)

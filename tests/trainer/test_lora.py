@@ -18,14 +18,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from ostinato_trainer.aggregation import with_loss_weights
+from ostinato_trainer.algorithms.aggregation import with_loss_weights
+from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions
+from ostinato_trainer.backends.lora import LoraAdapters, LoraOptions, lora_options
 from ostinato_trainer.batch import Batch
-from ostinato_trainer.config_actor import ModelConfig
+from ostinato_trainer.config.actor import ModelConfig
 from ostinato_trainer.errors import BackendError, CheckpointError, MissingExtraError
-from ostinato_trainer.local_backend import LocalBackend, LocalBackendOptions
-from ostinato_trainer.lora import LoraAdapters, LoraOptions, lora_options
 from ostinato_trainer.segments import Segment
-from ostinato_trainer.sft import sft_loss
+from ostinato_trainer.sft.steps import sft_loss
 
 peft = pytest.importorskip("peft")
 
@@ -308,7 +308,7 @@ def make_qwen() -> Qwen3ForCausalLM:
 
 def test_a_missing_extra_is_said_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without peft a configuration with adapters is refused with the command that installs it; one without them needs it not."""
-    monkeypatch.setattr("ostinato_trainer.lora.find_spec", lambda name: None)
+    monkeypatch.setattr("ostinato_trainer.backends.lora.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"pip install 'ostinato-trainer\[lora\]'"):
         lora_options(ModelConfig(lora_rank=2), seed=0)
     assert lora_options(ModelConfig(), seed=0) is None

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato_trainer.math_answers import boxed_answer, plain_form, plainly_equal, stated_answer
+from ostinato_trainer.rewards.math_answers import boxed_answer, plain_form, plainly_equal, stated_answer
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import pytest
 
 from ostinato_agent_loop import AgentLoopOutput, RewardResult
 from ostinato_tokenization.testing import tiny_chat_tokenizer
-from ostinato_trainer.config_reward import CustomRewardConfig, RewardConfig
+from ostinato_trainer.config.reward import CustomRewardConfig, RewardConfig
 from ostinato_trainer.errors import MissingExtraError, RewardError
-from ostinato_trainer.math_scorer import MathEquivalence, check_math_verify, score_math, score_math_dapo
-from ostinato_trainer.rewards import RewardManager
+from ostinato_trainer.rewards.manager import RewardManager
+from ostinato_trainer.rewards.math_scorer import MathEquivalence, check_math_verify, score_math, score_math_dapo
 
 TOKENIZER = tiny_chat_tokenizer()
 
@@ -139,7 +139,7 @@ def output(text: str) -> AgentLoopOutput:
 
 def test_without_math_verify_the_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that need the extra are refused before the run, naming its install line and the key that does without."""
-    monkeypatch.setattr("ostinato_trainer.math_scorer.find_spec", lambda name: None)
+    monkeypatch.setattr("ostinato_trainer.rewards.math_scorer.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"ostinato-trainer\[math\].*math_verify=false"):
         check_math_verify()
     with pytest.raises(MissingExtraError):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ostinato_trainer.assembly import run_training
-from ostinato_trainer.config_loading import load_config
+from ostinato_trainer.config.loading import load_config
 
 TABLE = Path(__file__).parents[2] / "docs" / "metrics.md"
 SMALL = (

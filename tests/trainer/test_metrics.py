@@ -6,9 +6,9 @@ import torch
 from ostinato_agent_loop import AgentLoopMetrics, AgentLoopOutput, RewardResult, Trajectory, TrajectoryEnd
 from ostinato_rollout import Failure, FailureKind
 from ostinato_trainer.batch import Batch
-from ostinato_trainer.metrics import batch_metrics, step_metrics, timing_metrics, tool_metrics, turn_metrics
+from ostinato_trainer.metrics.spreads import spread
+from ostinato_trainer.metrics.step import batch_metrics, step_metrics, timing_metrics, tool_metrics, turn_metrics
 from ostinato_trainer.segments import Segment
-from ostinato_trainer.spreads import spread
 
 
 def make_batch():

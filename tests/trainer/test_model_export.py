@@ -11,9 +11,9 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from ostinato_trainer.checkpoint import CheckpointManager
+from ostinato_trainer.checkpoints.export import export_model
+from ostinato_trainer.checkpoints.manager import CheckpointManager
 from ostinato_trainer.errors import CheckpointError
-from ostinato_trainer.model_export import export_model
 
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 

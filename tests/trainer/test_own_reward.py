@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ostinato_trainer.errors import RewardError
 from ostinato_trainer.quickstart.run import run_quickstart
-from ostinato_trainer.sft import SftSettings
+from ostinato_trainer.sft.steps import SftSettings
 
 pytest.importorskip("plotille")
 pytest.importorskip("starlette", reason="the gateway needs the extra gateway")

@@ -24,9 +24,9 @@ from transformers import (
     Qwen3Model,
 )
 
+from ostinato_trainer.backends.packing import PACKED_ATTENTION, FlatModel, Layout, packed_attention
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError
-from ostinato_trainer.packing import PACKED_ATTENTION, FlatModel, Layout, packed_attention
 from ostinato_trainer.segments import Segment
 
 SHAPE = {

@@ -7,12 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato_trainer.aggregation import with_loss_weights
-from ostinato_trainer.backend import MicroBatchOutput
-from ostinato_trainer.batch import Batch
-from ostinato_trainer.errors import AlgorithmError, BatchError
-from ostinato_trainer.kl import kl_estimate
-from ostinato_trainer.policy_losses import (
+from ostinato_trainer.algorithms.aggregation import with_loss_weights
+from ostinato_trainer.algorithms.kl import kl_estimate
+from ostinato_trainer.algorithms.policy_losses import (
     PolicyLossOptions,
     TokenLosses,
     needs_whole_trajectories,
@@ -21,6 +18,9 @@ from ostinato_trainer.policy_losses import (
     register_policy_loss,
     vanilla,
 )
+from ostinato_trainer.backends.base import MicroBatchOutput
+from ostinato_trainer.batch import Batch
+from ostinato_trainer.errors import AlgorithmError, BatchError
 from ostinato_trainer.segments import Segment
 
 OPTIONS = PolicyLossOptions(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0)

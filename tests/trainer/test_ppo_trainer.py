@@ -16,11 +16,11 @@ from ostinato_agent_loop import AgentLoopManager
 from ostinato_engines import PauseMode, TokenOutput
 from ostinato_engines.transformers_server import TransformersServer
 from ostinato_trainer.assembly import run_training
+from ostinato_trainer.backends.local import LocalBackend
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.config import Config
-from ostinato_trainer.config_loading import load_config
+from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.errors import TrainingInterrupted
-from ostinato_trainer.local_backend import LocalBackend
 from ostinato_trainer.quickstart.run import make_files
 
 SMALL = (

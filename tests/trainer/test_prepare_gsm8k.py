@@ -8,11 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from ostinato_tokenization.testing import tiny_chat_tokenizer
-from ostinato_trainer.config_data import DataConfig
-from ostinato_trainer.dataset import RLHFDataset
+from ostinato_trainer.config.data import DataConfig
+from ostinato_trainer.data.dataset import RLHFDataset
+from ostinato_trainer.data.prepare import prepare
+from ostinato_trainer.data.prepare_gsm8k import prepare_gsm8k
 from ostinato_trainer.errors import DatasetError
-from ostinato_trainer.prepare import prepare
-from ostinato_trainer.prepare_gsm8k import prepare_gsm8k
 
 SHARED = Path(os.environ.get("OSTINATO_SHARED", Path(__file__).parents[3] / "shared"))
 GSM8K = SHARED / "data" / "gsm8k"

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens
 from ostinato_tokenization.testing import tiny_chat_tokenizer
+from ostinato_trainer.data.prompt_length import PromptLength, cut_text, without_longest_text
 from ostinato_trainer.errors import DatasetError
-from ostinato_trainer.prompt_length import PromptLength, cut_text, without_longest_text
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 

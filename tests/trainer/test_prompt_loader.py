@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ostinato_trainer.data.fingerprint import DataFingerprint
+from ostinato_trainer.data.prompt_loader import PromptLoader
 from ostinato_trainer.errors import DatasetError
-from ostinato_trainer.fingerprint import DataFingerprint
-from ostinato_trainer.prompt_loader import PromptLoader
 
 
 class Numbers:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from ostinato_trainer.quickstart.run import WARM_START, run_quickstart
-from ostinato_trainer.sft import SftSettings
+from ostinato_trainer.sft.steps import SftSettings
 
 pytest.importorskip("plotille")
 pytest.importorskip("openai", reason="the example needs the official client")

@@ -15,7 +15,7 @@ from ostinato_agent_loop import AgentLoopManager, RolloutBatch
 from ostinato_trainer.quickstart.report import ACCURACY
 from ostinato_trainer.quickstart.run import WARM_START, run_quickstart
 from ostinato_trainer.quickstart.task import first_steps
-from ostinato_trainer.sft import SftSettings
+from ostinato_trainer.sft.steps import SftSettings
 
 pytest.importorskip("plotille")
 

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from ostinato_engines.device import host_threads
 from ostinato_trainer.assembly import run_training
-from ostinato_trainer.config_loading import load_config
+from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.quickstart.run import WARM_START, run_quickstart
-from ostinato_trainer.sft import SftSettings
+from ostinato_trainer.sft.steps import SftSettings
 
 pytest.importorskip("plotille")
 pytest.importorskip("langgraph", reason="needs the extra langgraph")

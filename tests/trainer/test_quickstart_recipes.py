@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from ostinato_trainer.assembly import run_training
-from ostinato_trainer.config_loading import load_config, load_tree
-from ostinato_trainer.config_sft import SftConfig
-from ostinato_trainer.sft_run import run_sft
+from ostinato_trainer.config.loading import load_config, load_tree
+from ostinato_trainer.config.sft import SftConfig
+from ostinato_trainer.sft.run import run_sft
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "quickstart"
 RECIPES = sorted(FOLDER.glob("*.yaml"))

@@ -7,10 +7,10 @@ import pytest
 from ostinato_tokenization.testing import tiny_chat_tokenizer
 from ostinato_tools import load_tools
 from ostinato_trainer.chat_template import chat_template_text
-from ostinato_trainer.config_checks import check_runnable
-from ostinato_trainer.config_loading import load_config
+from ostinato_trainer.config.checks import check_runnable
+from ostinato_trainer.config.loading import load_config
+from ostinato_trainer.data.gsm8k_dialogues import Gsm8kDialogues
 from ostinato_trainer.errors import ConfigError
-from ostinato_trainer.gsm8k_dialogues import Gsm8kDialogues
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.yaml"))

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from ostinato_tokenization import ChatTokenizer
-from ostinato_trainer.checkpoint import LATEST, CheckpointManager
+from ostinato_trainer.checkpoints.manager import LATEST, CheckpointManager
+from ostinato_trainer.checkpoints.resume import changed_keys, check_same_run, resume_point, take_up
+from ostinato_trainer.checkpoints.run_state import RunState
 from ostinato_trainer.config import Config, TrainerConfig
-from ostinato_trainer.config_loading import load_config, to_yaml
+from ostinato_trainer.config.loading import load_config, to_yaml
 from ostinato_trainer.errors import CheckpointError, ConfigError
 from ostinato_trainer.quickstart.tiny_model import save_model, save_tokenizer
-from ostinato_trainer.resume import changed_keys, check_same_run, resume_point, take_up
-from ostinato_trainer.run_state import RunState
 
 
 def write_run(root: Path, *steps: int, config: Config | None = None, model: Path | None = None) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from ostinato_agent_loop import RewardResult, Trajectory
 from ostinato_rollout import Failure, FailureKind
-from ostinato_trainer.reward_metrics import numbers_of, reward_metrics
-from ostinato_trainer.validation import validation_metrics
+from ostinato_trainer.metrics.validation import validation_metrics
+from ostinato_trainer.rewards.metrics import numbers_of, reward_metrics
 
 
 def trajectory(reward: RewardResult | None, number: int, failure: Failure | None = None) -> Trajectory:

@@ -10,11 +10,11 @@ import pytest
 
 from ostinato_agent_loop import AgentLoopOutput
 from ostinato_tokenization.testing import tiny_chat_tokenizer
-from ostinato_trainer.config_reward import CombineConfig, RewardConfig, RewardModelConfig
+from ostinato_trainer.config.reward import CombineConfig, RewardConfig, RewardModelConfig
 from ostinato_trainer.errors import RewardError
-from ostinato_trainer.reward_model import RewardModel
-from ostinato_trainer.reward_pace import Pace
-from ostinato_trainer.rewards import RewardManager
+from ostinato_trainer.rewards.manager import RewardManager
+from ostinato_trainer.rewards.model import RewardModel
+from ostinato_trainer.rewards.pace import Pace
 
 Reply = bytes | float | None
 """Bytes to send, seconds to wait, or None to close the connection."""

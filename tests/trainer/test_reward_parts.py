@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato_trainer.config_reward import CombineConfig, OverlongBufferConfig, RewardConfig
+from ostinato_trainer.config.reward import CombineConfig, OverlongBufferConfig, RewardConfig
 from ostinato_trainer.errors import RewardError
-from ostinato_trainer.reward_parts import combined, is_score_alone, overlong_reward
+from ostinato_trainer.rewards.parts import combined, is_score_alone, overlong_reward
 
 PARTS = {
     "score": 1.0,

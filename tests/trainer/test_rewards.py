@@ -10,9 +10,9 @@ import pytest
 
 from ostinato_agent_loop import AgentLoopOutput, RewardResult
 from ostinato_tokenization.testing import tiny_chat_tokenizer
-from ostinato_trainer.config_reward import CombineConfig, CustomRewardConfig, OverlongBufferConfig, RewardConfig
+from ostinato_trainer.config.reward import CombineConfig, CustomRewardConfig, OverlongBufferConfig, RewardConfig
 from ostinato_trainer.errors import RewardError
-from ostinato_trainer.rewards import RewardManager
+from ostinato_trainer.rewards.manager import RewardManager
 
 TOKENIZER = tiny_chat_tokenizer()
 ROW = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "42"}, "extra_info": {"index": 3}}

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato_trainer.aggregation import with_loss_weights
-from ostinato_trainer.backend import MicroBatchOutput
+from ostinato_trainer.algorithms.aggregation import with_loss_weights
+from ostinato_trainer.algorithms.policy_losses import PolicyLossOptions, policy_loss_fn
+from ostinato_trainer.algorithms.rollout_correction import correct_rollout, sampler_log_probs
+from ostinato_trainer.backends.base import MicroBatchOutput
 from ostinato_trainer.batch import Batch
-from ostinato_trainer.config_algorithm import RolloutCorrectionConfig
+from ostinato_trainer.config.algorithm import RolloutCorrectionConfig
 from ostinato_trainer.errors import BatchError
-from ostinato_trainer.policy_losses import PolicyLossOptions, policy_loss_fn
-from ostinato_trainer.rollout_correction import correct_rollout, sampler_log_probs
 from ostinato_trainer.segments import Segment
 
 RULES = (

@@ -15,8 +15,8 @@ from ostinato_engines.transformers_server import TransformersServer
 from ostinato_engines.vllm_server import VLLMServer
 from ostinato_rollout import Failure, FailureKind, ReplicaState
 from ostinato_trainer.config import Config
-from ostinato_trainer.config_loading import load_config
-from ostinato_trainer.config_schema import schema_keys
+from ostinato_trainer.config.loading import load_config
+from ostinato_trainer.config.schema import schema_keys
 from ostinato_trainer.errors import ConfigError
 from ostinato_trainer.rollout_engine import ENGINE_LOG, build_pool, build_server
 

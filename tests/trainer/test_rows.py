@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from ostinato_trainer.config_data import DataConfig
-from ostinato_trainer.rows import check_row, row_item
+from ostinato_trainer.config.data import DataConfig
+from ostinato_trainer.data.rows import check_row, row_item
 
 PROMPT = [{"role": "user", "content": "q"}]
 CONFIG = DataConfig()

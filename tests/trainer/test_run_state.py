@@ -6,8 +6,8 @@ import random
 import pytest
 
 from ostinato_engines import EngineInputError
+from ostinato_trainer.checkpoints.run_state import RunState, read_run_state
 from ostinato_trainer.errors import CheckpointError
-from ostinato_trainer.run_state import RunState, read_run_state
 
 
 class Counter:

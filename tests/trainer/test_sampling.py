@@ -19,11 +19,11 @@ from ostinato_rollout import Failure, FailureKind, ServerPool, SessionBudget
 from ostinato_tokenization import ContinuousTokens
 from ostinato_tokenization.testing import tiny_chat_tokenizer
 from ostinato_trainer.config import Config
-from ostinato_trainer.config_loading import load_config
+from ostinato_trainer.config.loading import load_config
+from ostinato_trainer.data.prompt_rows import PromptRows
 from ostinato_trainer.errors import AlgorithmError, CheckpointError, ConfigError, DatasetError, TrainingInterrupted
-from ostinato_trainer.prompt_rows import PromptRows
-from ostinato_trainer.sampling import BatchSampling, GroupSampling, sampling_of
-from ostinato_trainer.staleness import staleness_metrics
+from ostinato_trainer.loop.sampling import BatchSampling, GroupSampling, sampling_of
+from ostinato_trainer.metrics.staleness import staleness_metrics
 
 NUM_ROWS = 12
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato_trainer.backends.schedules import LrSchedule, check_schedule, lr_factor
 from ostinato_trainer.errors import BackendError
-from ostinato_trainer.schedules import LrSchedule, check_schedule, lr_factor
 
 
 @settings(deadline=None)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato_trainer.errors import RewardError
-from ostinato_trainer.math_scorer import score_math, score_math_dapo
-from ostinato_trainer.scorers import (
+from ostinato_trainer.rewards.math_scorer import score_math, score_math_dapo
+from ostinato_trainer.rewards.scorers import (
     SCORERS,
     BuiltInScorers,
     ground_truth_of,

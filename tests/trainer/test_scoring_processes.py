@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ostinato_trainer.errors import RewardError
-from ostinato_trainer.scoring_processes import ScoringProcesses
+from ostinato_trainer.rewards.scoring_processes import ScoringProcesses
 
 FUNCTIONS = """
 import os, signal, subprocess, sys, time
@@ -315,7 +315,7 @@ async def test_processes_end_with_their_parent(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     (tmp_path / "program.py").write_text(
         "import asyncio\n"
-        "from ostinato_trainer.scoring_processes import ScoringProcesses\n"
+        "from ostinato_trainer.rewards.scoring_processes import ScoringProcesses\n"
         f"own = {str(tmp_path / 'own.py')!r}\n"
         "async def main():\n"
         "    pool = ScoringProcesses('hang', module='own', file=own, function='hang_with_child',\n"

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ostinato_trainer.advantages import with_advantages
-from ostinato_trainer.aggregation import LossAggMode, aggregate, with_loss_weights
+from ostinato_trainer.algorithms.advantages import with_advantages
+from ostinato_trainer.algorithms.aggregation import LossAggMode, aggregate, with_loss_weights
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.segments import Segment
 

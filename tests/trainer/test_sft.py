@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ostinato_trainer.backend import OptimizerStats
+from ostinato_trainer.backends.base import OptimizerStats
+from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions
 from ostinato_trainer.errors import BackendError, BatchError
-from ostinato_trainer.local_backend import LocalBackend, LocalBackendOptions
-from ostinato_trainer.sft import SftSettings, sft_batch, sft_steps, train_sft
+from ostinato_trainer.sft.steps import SftSettings, sft_batch, sft_steps, train_sft
 
 
 class Conversation(NamedTuple):

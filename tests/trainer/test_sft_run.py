@@ -20,17 +20,17 @@ from ostinato_rollout import ChatSession, LLMServerClient, SessionBudget, Sessio
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens, encode_training_conversation
 from ostinato_tokenization.testing import TINY_CHAT_TEMPLATE, tiny_chat_tokenizer
 from ostinato_tools import get_parser
-from ostinato_trainer import sft_run
 from ostinato_trainer.cli import app
-from ostinato_trainer.config_docs import config_rows
-from ostinato_trainer.config_loading import load_tree
-from ostinato_trainer.config_sft import SftConfig
+from ostinato_trainer.config.docs import config_rows
+from ostinato_trainer.config.loading import load_tree
+from ostinato_trainer.config.sft import SftConfig
 from ostinato_trainer.error_reporting import run_reporting_errors
 from ostinato_trainer.errors import CheckpointError, ConfigError, DatasetError
 from ostinato_trainer.quickstart.tiny_model import save_model, save_tokenizer
-from ostinato_trainer.sft import sft_batch
-from ostinato_trainer.sft_data import Conversations, read_conversations
-from ostinato_trainer.sft_run import run_sft
+from ostinato_trainer.sft import run as sft_run
+from ostinato_trainer.sft.data import Conversations, read_conversations
+from ostinato_trainer.sft.run import run_sft
+from ostinato_trainer.sft.steps import sft_batch
 
 SHORT = ("trainer.total_training_steps=3", "data.train_batch_size=2", "optim.lr=1e-2", "data.max_length=100")
 

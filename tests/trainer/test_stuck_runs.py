@@ -14,9 +14,9 @@ from ostinato_engines import StopReason, TokenOutput
 from ostinato_engines.transformers_server import TransformersServer
 from ostinato_tokenization import ChatTokenizer
 from ostinato_trainer.assembly import run_training
-from ostinato_trainer.config_loading import load_config
+from ostinato_trainer.backends.local import LocalBackend
+from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.errors import CallbackError, StalledError, TrainingInterrupted
-from ostinato_trainer.local_backend import LocalBackend
 
 LONG_S = 60
 SMALL = (

@@ -6,9 +6,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ostinato_trainer import token_log_probs
-from ostinato_trainer.backend import EntropyMode
-from ostinato_trainer.token_log_probs import chosen_log_probs
+from ostinato_trainer.backends import token_log_probs
+from ostinato_trainer.backends.base import EntropyMode
+from ostinato_trainer.backends.token_log_probs import chosen_log_probs
 
 HEADS = ["linear", "biased", "function"]
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from ostinato_trainer.backend import OptimizerStats
+from ostinato_trainer.backends.base import OptimizerStats
 from ostinato_trainer.batch import Batch
+from ostinato_trainer.loop.update_loop import UpdateSettings, run_updates
 from ostinato_trainer.segments import Segment
-from ostinato_trainer.update_loop import UpdateSettings, run_updates
 
 
 def settings(**changes):

@@ -6,7 +6,7 @@ import pytest
 
 from ostinato_agent_loop import AgentLoopOutput, RewardResult, Trajectory, TrajectoryEnd
 from ostinato_rollout import Failure, FailureKind
-from ostinato_trainer.validation import ValidationSample, pass_at_k, sample_metrics, validation_metrics
+from ostinato_trainer.metrics.validation import ValidationSample, pass_at_k, sample_metrics, validation_metrics
 
 
 def trajectory(name, group="g", score=None, row=None, extra=None, turns=2):

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForTokenClassification, LlamaConfig, LlamaForCausalLM
 
+from ostinato_trainer.backends.value_model import ValueModel, load_value_model
 from ostinato_trainer.errors import BackendError
-from ostinato_trainer.value_model import ValueModel, load_value_model
 
 CPU = torch.device("cpu")
 SHAPE = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}

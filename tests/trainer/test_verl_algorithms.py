@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato_trainer.advantages import AdvantageOptions, with_advantages
-from ostinato_trainer.aggregation import with_loss_weights
-from ostinato_trainer.backend import MicroBatchOutput
+from ostinato_trainer.algorithms.advantages import AdvantageOptions, with_advantages
+from ostinato_trainer.algorithms.aggregation import with_loss_weights
+from ostinato_trainer.algorithms.kl import kl_estimate
+from ostinato_trainer.algorithms.policy_losses import PolicyLossOptions, policy_loss_fn
+from ostinato_trainer.algorithms.rollout_correction import correct_rollout
+from ostinato_trainer.backends.base import MicroBatchOutput
 from ostinato_trainer.batch import Batch
-from ostinato_trainer.config_algorithm import RolloutCorrectionConfig
-from ostinato_trainer.kl import kl_estimate
-from ostinato_trainer.policy_losses import PolicyLossOptions, policy_loss_fn
-from ostinato_trainer.rollout_correction import correct_rollout
+from ostinato_trainer.config.algorithm import RolloutCorrectionConfig
 from ostinato_trainer.segments import Segment
 
 pytestmark = pytest.mark.slow

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 import pytest
 
 from ostinato_rollout import RolloutScheduler
-from ostinato_trainer.config_sampling import WatchdogConfig
+from ostinato_trainer.config.sampling import WatchdogConfig
 from ostinato_trainer.errors import StalledError
-from ostinato_trainer.watchdog import Watchdog
-from ostinato_trainer.work_thread import WorkThread
+from ostinato_trainer.loop.watchdog import Watchdog
+from ostinato_trainer.loop.work_thread import WorkThread
 
 LONG_S = 60.0
 FAIL = WatchdogConfig(warn_after_s=None, fail_after_s=0.2)
@@ -188,8 +188,8 @@ async def test_its_thread_ends_with_the_run() -> None:
 
 STUBBORN = """
 import asyncio, signal, time
-from ostinato_trainer.config_sampling import WatchdogConfig
-from ostinato_trainer.watchdog import Watchdog
+from ostinato_trainer.config.sampling import WatchdogConfig
+from ostinato_trainer.loop.watchdog import Watchdog
 
 async def main():
     watchdog = Watchdog(WatchdogConfig(warn_after_s=None, fail_after_s=0.2), graces_s=(0.1, 0.3))

@@ -16,7 +16,7 @@ import pytest
 
 from ostinato_engines.device import host_threads
 from ostinato_trainer.errors import BackendError
-from ostinato_trainer.work_thread import WorkThread
+from ostinato_trainer.loop.work_thread import WorkThread
 
 DEADLINE_S = 20.0
 VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("VARIABLE", default="unset")

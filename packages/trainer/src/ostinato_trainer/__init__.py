@@ -10,16 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ostinato_trainer.advantages import with_advantages
+    from ostinato_trainer.algorithms.advantages import with_advantages
     from ostinato_trainer.assembly import run_training
     from ostinato_trainer.batch import Batch
-    from ostinato_trainer.callbacks import TrainerCallback
     from ostinato_trainer.config import Config
-    from ostinato_trainer.config_loading import load_config
-    from ostinato_trainer.dataset import RLHFDataset
+    from ostinato_trainer.config.loading import load_config
+    from ostinato_trainer.data.dataset import RLHFDataset
     from ostinato_trainer.errors import TrainerError
-    from ostinato_trainer.ppo_trainer import PPOTrainer
-    from ostinato_trainer.rewards import RewardManager
+    from ostinato_trainer.loop.callbacks import TrainerCallback
+    from ostinato_trainer.loop.ppo_trainer import PPOTrainer
+    from ostinato_trainer.rewards.manager import RewardManager
     from ostinato_trainer.segments import Segment
 
 __all__ = [
@@ -39,15 +39,15 @@ __all__ = [
 _HOMES = {
     "Batch": "batch",
     "Config": "config",
-    "PPOTrainer": "ppo_trainer",
-    "RLHFDataset": "dataset",
-    "RewardManager": "rewards",
+    "PPOTrainer": "loop.ppo_trainer",
+    "RLHFDataset": "data.dataset",
+    "RewardManager": "rewards.manager",
     "Segment": "segments",
-    "TrainerCallback": "callbacks",
+    "TrainerCallback": "loop.callbacks",
     "TrainerError": "errors",
-    "load_config": "config_loading",
+    "load_config": "config.loading",
     "run_training": "assembly",
-    "with_advantages": "advantages",
+    "with_advantages": "algorithms.advantages",
 }
 
 

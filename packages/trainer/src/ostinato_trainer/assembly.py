@@ -20,31 +20,31 @@ from ostinato_rollout import ServerPool, SessionBudget, dumps_on_signal
 from ostinato_rollout.tracing import completed
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens
 from ostinato_tools import ToolExecutor
-from ostinato_trainer.advantages import needs_critic
-from ostinato_trainer.callbacks import StepFunction, load_callbacks
-from ostinato_trainer.checkpoint import CheckpointManager, check_root
-from ostinato_trainer.checkpoint_saving import RunCheckpoints, restore_run
+from ostinato_trainer.algorithms.advantages import needs_critic
+from ostinato_trainer.algorithms.kl_control import KLController
+from ostinato_trainer.backends.critic import LocalCritic
+from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions
+from ostinato_trainer.backends.lora import lora_options
+from ostinato_trainer.checkpoints.manager import CheckpointManager, check_root
+from ostinato_trainer.checkpoints.resume import ResumePoint, check_same_run, resume_point, take_up
+from ostinato_trainer.checkpoints.run_state import Stateful
+from ostinato_trainer.checkpoints.saving import RunCheckpoints, restore_run
 from ostinato_trainer.config import Config
-from ostinato_trainer.config_checks import check_runnable
-from ostinato_trainer.critic_update import critic_update_settings
-from ostinato_trainer.data_assembly import build_datasets
-from ostinato_trainer.dataset import PromptDataset
-from ostinato_trainer.generations import GenerationWatch
+from ostinato_trainer.config.checks import check_runnable
+from ostinato_trainer.data.assembly import build_datasets
+from ostinato_trainer.data.dataset import PromptDataset
+from ostinato_trainer.data.prompt_loader import PromptLoader
 from ostinato_trainer.interrupts import run_interruptibly
-from ostinato_trainer.kl_control import KLController
-from ostinato_trainer.local_backend import LocalBackend, LocalBackendOptions
-from ostinato_trainer.local_critic import LocalCritic
-from ostinato_trainer.loggers import Loggers
-from ostinato_trainer.lora import lora_options
+from ostinato_trainer.loggers.group import Loggers
+from ostinato_trainer.loop.callbacks import StepFunction, load_callbacks
+from ostinato_trainer.loop.critic_update import critic_update_settings
+from ostinato_trainer.loop.parts import TrainerParts
+from ostinato_trainer.loop.ppo_trainer import PPOTrainer
+from ostinato_trainer.loop.sampling import sampling_of
+from ostinato_trainer.metrics.generations import GenerationWatch
 from ostinato_trainer.model_files import check_model_folder, check_same_tokenizer, load_tokenizer
-from ostinato_trainer.ppo_trainer import PPOTrainer
-from ostinato_trainer.prompt_loader import PromptLoader
-from ostinato_trainer.resume import ResumePoint, check_same_run, resume_point, take_up
-from ostinato_trainer.rewards import RewardManager
+from ostinato_trainer.rewards.manager import RewardManager
 from ostinato_trainer.rollout_engine import build_pool
-from ostinato_trainer.run_state import Stateful
-from ostinato_trainer.sampling import sampling_of
-from ostinato_trainer.trainer_parts import TrainerParts
 
 logger = logging.getLogger(__name__)
 

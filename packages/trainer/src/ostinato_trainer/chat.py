@@ -17,7 +17,7 @@ from ostinato_rollout import BudgetExceededError, ChatSession, LLMServerClient, 
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens, TokenizationError
 from ostinato_tools import ToolExecutor, TrajectoryTools, load_tools
 from ostinato_trainer.config import Config
-from ostinato_trainer.config_loading import load_config
+from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.errors import CheckpointError
 from ostinato_trainer.interrupts import run_interruptibly
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from ostinato_trainer.config_actor import ModelConfig
+from ostinato_trainer.config.actor import ModelConfig
 from ostinato_trainer.errors import ConfigError
 
 __all__ = ["chat_template_text", "write_chat_template"]

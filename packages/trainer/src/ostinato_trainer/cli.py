@@ -15,7 +15,7 @@ from rich.console import Console
 from ostinato_trainer.error_reporting import run_reporting_errors
 
 if TYPE_CHECKING:
-    from ostinato_trainer.config_docs import ConfigRow
+    from ostinato_trainer.config.docs import ConfigRow
 
 app = typer.Typer(
     name="ostinato",
@@ -54,7 +54,7 @@ def train(
     ],
 ) -> None:
     """Train by a configuration: `ostinato train recipes/gsm8k_tool_cpu.yaml actor_rollout_ref.model.path=PATH`."""
-    from ostinato_trainer.config_loading import load_config
+    from ostinato_trainer.config.loading import load_config
 
     files, overrides = _files_and_overrides(arguments)
     config = load_config(files, overrides)
@@ -90,8 +90,8 @@ def sft(
     seed: Annotated[int | None, typer.Option(help="Chooses and orders the conversations; default: 0.")] = None,
 ) -> None:
     """Teach a model to talk as in given conversations: a warm start for `ostinato train`. All keys: `ostinato config --sft`."""
-    from ostinato_trainer.config_loading import load_tree
-    from ostinato_trainer.config_sft import SftConfig
+    from ostinato_trainer.config.loading import load_tree
+    from ostinato_trainer.config.sft import SftConfig
 
     given = {
         "model.path": ("--model", model),
@@ -109,7 +109,7 @@ def sft(
     files, overrides = _files_and_overrides(arguments or [])
     options = {key: option for key, option in given.items() if option[1] is not None}
     config, written = load_tree(SftConfig, files, overrides, options=options)
-    from ostinato_trainer.sft_run import check_sft, run_sft  # after the configuration: a wrong key is told at once
+    from ostinato_trainer.sft.run import check_sft, run_sft  # after the configuration: a wrong key is told at once
 
     check_sft(config, written)
     run_sft(config, console=Console())
@@ -124,7 +124,7 @@ def prepare_gsm8k(
     agent: Annotated[str, typer.Option(help="The agent loop that the rows ask for.")] = "tool_agent",
 ) -> None:
     """GSM8K questions as rows for the tool agent."""
-    from ostinato_trainer.prepare_gsm8k import prepare_gsm8k as prepare
+    from ostinato_trainer.data.prepare_gsm8k import prepare_gsm8k as prepare
 
     for path, num_rows in prepare(input, output, agent=agent).items():
         typer.echo(f"{path}: {num_rows} rows")
@@ -137,9 +137,9 @@ def config(
 ) -> None:
     """Show every configuration key with its type, default and meaning."""
     from ostinato_trainer.config import Config
-    from ostinato_trainer.config_docs import config_rows
-    from ostinato_trainer.config_sft import SftConfig
-    from ostinato_trainer.config_unknown import unknown_key_message
+    from ostinato_trainer.config.docs import config_rows
+    from ostinato_trainer.config.sft import SftConfig
+    from ostinato_trainer.config.unknown import unknown_key_message
     from ostinato_trainer.errors import ConfigError
 
     root = SftConfig if sft else Config
@@ -163,7 +163,7 @@ def export(
     ] = None,
 ) -> None:
     """Copy the model of a checkpoint to a folder of its own, after a look at its checksums."""
-    from ostinato_trainer.model_export import export_model
+    from ostinato_trainer.checkpoints.export import export_model
 
     export_model(checkpoint, output, best=best, dtype=dtype, console=Console())
 

@@ -12,7 +12,7 @@ import msgspec
 
 from ostinato_tokenization import ChatTokenizer, TokenizationError
 from ostinato_trainer.chat_template import chat_template_text
-from ostinato_trainer.config_actor import ModelConfig
+from ostinato_trainer.config.actor import ModelConfig
 from ostinato_trainer.errors import ConfigError
 
 __all__ = ["check_model_folder", "check_same_tokenizer", "load_tokenizer"]

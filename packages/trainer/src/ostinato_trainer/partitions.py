@@ -1,7 +1,7 @@
 """How sequences are dealt out to micro-batches: pure functions over lengths, which know nothing of tensors or models.
 
 Every function returns lists of positions that together hold each position exactly once. Gradients do not depend on
-the split (see `ostinato_trainer.aggregation`), so these functions look at cost alone.
+the split (see `ostinato_trainer.algorithms.aggregation`), so these functions look at cost alone.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ostinato_trainer.checkpoint import CheckpointManager
+from ostinato_trainer.checkpoints.manager import CheckpointManager
 from ostinato_trainer.errors import MissingExtraError
 
 COLUMNS = {

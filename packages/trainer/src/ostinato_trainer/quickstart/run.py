@@ -18,7 +18,7 @@ from rich.console import Console
 from ostinato_engines.device import HOST, host_threads
 from ostinato_tokenization import ChatTokenizer, encode_training_conversation
 from ostinato_tools import ToolExecutor, load_tools
-from ostinato_trainer.checkpoint import writing_below
+from ostinato_trainer.checkpoints.manager import writing_below
 from ostinato_trainer.errors import CheckpointError
 from ostinato_trainer.progress import step_progress
 from ostinato_trainer.quickstart import files
@@ -26,7 +26,7 @@ from ostinato_trainer.quickstart.dialogues import FAULTY_SHARE, DialogueMaker
 from ostinato_trainer.quickstart.report import print_report, require_drawing
 from ostinato_trainer.quickstart.task import distinct_problems
 from ostinato_trainer.quickstart.tiny_model import save_model, save_tokenizer
-from ostinato_trainer.sft import SftSettings, train_sft
+from ostinato_trainer.sft.steps import SftSettings, train_sft
 
 NUM_TRAIN_ROWS = 1024
 NUM_VAL_ROWS = 64
@@ -192,7 +192,7 @@ def make_warm_start(output: Path, *, seed: int, settings: SftSettings, console: 
 def _train(output: Path, *, overrides: tuple[str, ...], console: Console) -> None:
     """GRPO by the written configuration, with a bar instead of a log."""
     from ostinato_trainer.assembly import run_training
-    from ostinato_trainer.config_loading import load_config
+    from ostinato_trainer.config.loading import load_config
 
     config = load_config([output / "config.yaml"], ["trainer.logger=[jsonl]", *overrides])
     with step_progress(console) as progress:

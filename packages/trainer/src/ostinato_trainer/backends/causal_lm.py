@@ -1,0 +1,225 @@
+"""`CausalLM`: a Hugging Face causal language model that answers flat batches, and its folder on disk.
+
+Invariant: what it says of a token depends on the tokens before it in its own sequence only, never on how sequences
+are laid out or grouped. The layout is `ostinato_trainer.backends.packing`'s. It knows no loss and no optimizer.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ostinato_trainer.backends.base import EntropyMode
+from ostinato_trainer.backends.packing import FlatModel, Layout
+from ostinato_trainer.backends.token_log_probs import chosen_log_probs
+from ostinato_trainer.batch import Batch
+from ostinato_trainer.errors import BackendError
+
+_logger = logging.getLogger(__name__)
+
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "*chat_template*",
+)
+
+
+class CausalLM:
+    """Wraps a model in evaluation mode (no dropout, so that old and new log-probabilities are those of one
+    function)."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        autocast: torch.dtype | None = None,
+        remove_padding: bool = True,
+        compiled: bool = False,
+    ) -> None:
+        """
+        Args:
+            model: A `transformers` causal language model, on its device.
+            autocast: Type to compute in where it is not the parameters' own.
+            remove_padding: Pack sequences where the model can; see `FlatModel`.
+            compiled: Let torch.compile fuse the layers, and what happens to logits.
+        """
+        self.model: nn.Module = model.eval()
+        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self._autocast = autocast
+        self._head: nn.Module | None = model.get_output_embeddings()
+        self._backbone: nn.Module = model.base_model
+        self._chunked = self._head is not None and self._backbone is not model and self._head_is_all()
+        self._compiled = compiled
+        self._flat = FlatModel(
+            self._backbone if self._chunked else model,
+            output="last_hidden_state" if self._chunked else "logits",
+            remove_padding=remove_padding,
+            compute_dtype=autocast,
+            compiled=compiled,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def layout(self) -> Layout:
+        """How sequences stand in the model's input."""
+        return self._flat.layout
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return next(self.model.parameters()).dtype
+
+    def log_probs(
+        self, batch: Batch, wanted: Tensor, *, temperature: float, entropy: EntropyMode = EntropyMode.OFF
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities and entropies of chosen tokens of a batch that lies on the model's device.
+
+        Args:
+            batch: The sequences.
+            wanted: bool [T]; never True at the start of a sequence.
+            temperature: Above 0.
+            entropy: See `EntropyMode`.
+
+        Returns:
+            Vectors [T], 0 without a gradient where not wanted; the second is None where it was not asked for.
+        """
+        tokens = wanted.nonzero().squeeze(-1)
+        states = self._states_before(batch, tokens)
+        with self._precision():
+            chosen, spread = chosen_log_probs(
+                states,
+                batch.token_ids[tokens],
+                self._head if self._chunked and self._head is not None else _as_it_is,
+                vocab_size=self.vocab_size,
+                temperature=temperature,
+                entropy=entropy,
+                compiled=self._compiled,
+            )
+        blank = chosen.new_zeros(batch.num_tokens)
+        return blank.index_copy(0, tokens, chosen), None if spread is None else blank.index_copy(0, tokens, spread)
+
+    def states_before(self, batch: Batch, wanted: Tensor) -> Tensor:
+        """The hidden states that the chosen tokens are predicted from, [S, hidden]. Arguments as `log_probs`.
+
+        Raises:
+            BackendError: the model does not expose them.
+        """
+        if not self._chunked:
+            raise BackendError(
+                f"the model must expose its hidden states, got {type(self.model).__name__}, which does not; use another"
+            )
+        return self._states_before(batch, wanted.nonzero().squeeze(-1))
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Parameters (tied ones once) and persistent buffers by name, in the model's order."""
+        tensors: dict[str, Tensor] = dict(self.model.named_parameters())
+        persistent = self.model.state_dict(keep_vars=True)
+        tensors.update({name: buffer for name, buffer in self.model.named_buffers() if name in persistent})
+        return tensors
+
+    def save_hf(
+        self, directory: Path, *, tokenizer_source: str | Path | None, weights: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Writes the model as `transformers` does, and the tokenizer's files of the folder that it came from,
+        unchanged.
+
+        Args:
+            directory: Made where absent.
+            tokenizer_source: Folder or hub id of the tokenizer's files.
+            weights: Copies of `named_tensors` to write in place of the model's own.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        self.model.save_pretrained(directory, state_dict=None if weights is None else dict(weights))  # pyright: ignore[reportCallIssue]
+        if tokenizer_source is None:
+            return
+        source = Path(tokenizer_source)
+        if not source.is_dir():
+            from transformers import AutoTokenizer
+
+            AutoTokenizer.from_pretrained(str(tokenizer_source)).save_pretrained(directory)
+            return
+        for pattern in _TOKENIZER_FILES:
+            for path in sorted(source.glob(pattern)):
+                target = directory / path.name
+                if path.is_dir():
+                    shutil.copytree(path, target, dirs_exist_ok=True)
+                else:
+                    shutil.copyfile(path, target)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._autocast is None else torch.autocast(self.device.type, self._autocast)
+
+    def _states_before(self, batch: Batch, tokens: Tensor) -> Tensor:
+        """[S, hidden]: the states from which the tokens at the flat positions `tokens` (int64 [S]) are predicted."""
+        return self._flat(batch).index_select(0, tokens - 1)
+
+    def _head_is_all(self) -> bool:
+        """Whether the logits are the output layer's and nothing more: some models scale or cap them afterwards."""
+        probe = torch.arange(min(4, self.vocab_size), device=self.device).unsqueeze(0)
+        with torch.no_grad(), self._precision():
+            try:
+                logits = self.model(input_ids=probe, use_cache=False).logits
+                states = self._backbone(input_ids=probe, use_cache=False).last_hidden_state
+                rebuilt = self._head(states) if self._head is not None else states
+            except (AttributeError, TypeError, RuntimeError) as error:
+                _logger.warning(
+                    "The model does not expose its hidden states (%s); whole logits are kept in memory", error
+                )
+                return False
+        alike = logits.shape == rebuilt.shape and torch.allclose(logits.float(), rebuilt.float(), rtol=1e-3, atol=1e-4)
+        if not alike:
+            _logger.warning("The model changes its logits after the output layer; whole logits are kept in memory")
+        return alike
+
+
+def _as_it_is(logits: Tensor) -> Tensor:
+    return logits
+
+
+def load_causal_lm(
+    path: str | Path, *, dtype: torch.dtype, device: torch.device, key: str = "actor_rollout_ref.model.path"
+) -> Any:
+    """A `transformers` causal language model from a folder or a hub id; `key` is what messages say to change.
+
+    Raises:
+        BackendError: there is no such folder, or it holds no model that `transformers` can load.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(path).expanduser()
+    looks_local = (
+        folder.exists() or folder.is_absolute() or str(path).startswith(("./", "../", "~")) or str(path).count("/") > 1
+    )
+    if looks_local and not (folder / "config.json").is_file():
+        found = (
+            "no such folder" if not folder.exists() else "a folder without config.json" if folder.is_dir() else "a file"
+        )
+        raise BackendError(
+            f"model path must be a Hugging Face model folder or a hub id, got {str(path)!r} ({found}); fix {key}"
+        )
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(str(folder) if looks_local else str(path), dtype=dtype)
+    except (
+        Exception
+    ) as error:  # transformers, huggingface_hub and safetensors each raise their own: here they become one message
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise BackendError(
+            f"model path must hold a causal language model, got {str(path)!r}: {reason}; check {key}"
+        ) from error
+    return model.to(device)

@@ -1,0 +1,298 @@
+"""`LocalBackend`: a `TrainingBackend` on one device.
+
+Invariants: gradients depend on the mini-batch alone, not on how it was split; a step whose gradient norm is not
+finite changes nothing; and on the CPU the same calls give the same bits, because nothing here draws a random number.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ostinato_engines import WeightManifest
+from ostinato_engines.device import pick_device
+from ostinato_trainer.backends.adamw import AdamW, AdamWOptions
+from ostinato_trainer.backends.base import EntropyMode, LossFn, LossOutput, MicroBatchOutput, OptimizerStats
+from ostinato_trainer.backends.causal_lm import CausalLM, load_causal_lm
+from ostinato_trainer.backends.lora import LORA_FOLDER, LoraAdapters, LoraOptions
+from ostinato_trainer.backends.model_passes import accumulate_gradients, check_ids, out_of_memory_named
+from ostinato_trainer.backends.packing import Layout
+from ostinato_trainer.backends.state import BackendState, ModelState, check_matches, read_state
+from ostinato_trainer.batch import Batch
+from ostinato_trainer.errors import BackendError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class LocalBackendOptions(AdamWOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the backend needs to know besides the model; names follow `actor_rollout_ref.actor`."""
+
+    device: str = "auto"
+    """Resolved by `ostinato_engines.device.pick_device`."""
+    dtype: str = "float32"
+    """What the model computes in. With bfloat16 the weights, their gradients' sums and moments stay float32: 8 bits of mantissa
+    would swallow small steps. float64 is for verification."""
+    keep_reference: bool = False
+    """Keep the model as it is at construction, the reference of a KL term: a frozen copy, or with adapters the model without them."""
+    lora: LoraOptions | None = None
+    """Train adapters only and leave the model's own weights as they are."""
+    max_tokens_per_forward: int = 16384
+    """Tokens of one forward pass in `log_probs`, which needs no gradient; a longer sequence goes alone."""
+    use_remove_padding: bool = True
+    """Pack sequences into one row where the model's attention can; false pads them."""
+    use_torch_compile: bool = False
+    """Let torch.compile fuse the model's layers and what happens to logits."""
+
+    def check(self) -> None:
+        """Raises BackendError where a value is out of range."""
+        if self.dtype not in _DTYPES:
+            raise BackendError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}; float32 is safe")
+        super().check()
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """What the model computes in where that is not its parameters' type."""
+        return torch.bfloat16 if self.dtype == "bfloat16" else None
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """What weights and moments are kept in."""
+        return torch.float32 if self.autocast else _DTYPES[self.dtype]
+
+
+class LocalBackend:
+    """AdamW on a Hugging Face causal language model; see `TrainingBackend` for the methods' contract."""
+
+    def __init__(
+        self, model: Any, options: LocalBackendOptions | None = None, *, tokenizer_source: str | Path | None = None
+    ) -> None:
+        """
+        Args:
+            model: A `transformers` causal language model; it is moved to the device and trained in place.
+            options: See `LocalBackendOptions`.
+            tokenizer_source: Folder or hub id whose tokenizer files `save_hf` copies.
+
+        Raises:
+            BackendError: an option is out of range.
+        """
+        self.options = options or LocalBackendOptions()
+        self.options.check()
+        self._device = torch.device(pick_device(self.options.device))
+        model = model.to(self._device, self.options.parameter_dtype)
+        self._lora = None if self.options.lora is None else LoraAdapters(model, self.options.lora)
+        self._lm = self._wrapped(model)
+        self._reference: CausalLM | None = None
+        if self.options.keep_reference:
+            without_adapters = self._lora is None
+            self._reference = (
+                self._wrapped(copy.deepcopy(model).requires_grad_(False)) if without_adapters else self._lm
+            )
+        self._tokenizer_source = tokenizer_source
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.optimizer = AdamW(trained, self.options)
+        self.policy_version = 0
+        """Optimizer steps that changed the weights."""
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, options: LocalBackendOptions | None = None) -> LocalBackend:
+        """Loads the model of a folder or hub id; its tokenizer files travel into what `save_hf` writes.
+
+        Raises:
+            BackendError: the path holds no model that can be loaded, or an option is out of range.
+        """
+        options = options or LocalBackendOptions()
+        options.check()
+        model = load_causal_lm(path, dtype=options.parameter_dtype, device=torch.device(pick_device(options.device)))
+        return cls(model, options, tokenizer_source=path)
+
+    def _wrapped(self, model: Any) -> CausalLM:
+        return CausalLM(
+            model,
+            autocast=self.options.autocast,
+            remove_padding=self.options.use_remove_padding,
+            compiled=self.options.use_torch_compile,
+        )
+
+    @property
+    def model(self) -> Any:
+        """The `transformers` model under training."""
+        return self._lm.model
+
+    @property
+    def pads_sequences(self) -> bool:
+        """See `TrainingBackend.pads_sequences`."""
+        return self._lm.layout is Layout.PADDED
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[Batch],
+        loss_fn: LossFn,
+        *,
+        temperature: float = 1.0,
+        entropy: EntropyMode = EntropyMode.OFF,
+    ) -> dict[str, float]:
+        """See `TrainingBackend.forward_backward`. A micro-batch without a trained token costs nothing.
+
+        Raises:
+            BackendError: memory ran out, the loss has no gradient, or the temperature is not positive.
+            BatchError: a token id lies outside the vocabulary.
+        """
+        _check_temperature(temperature)
+
+        def loss_of(micro_batch: Batch) -> LossOutput:
+            check_ids(micro_batch, self._lm.vocab_size)
+            on_device = micro_batch.to(self._device, self._lm.dtype)
+            log_probs, spread = self._lm.log_probs(
+                on_device, on_device.loss_mask, temperature=temperature, entropy=entropy
+            )
+            return loss_fn(MicroBatchOutput(log_probs, spread), on_device)
+
+        keys = "ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu"
+        return accumulate_gradients(micro_batches, loss_of, self.optimizer, keys=keys)
+
+    @torch.no_grad()
+    def log_probs(
+        self, batch: Batch, *, temperature: float, reference: bool = False, loss_tokens_only: bool = False
+    ) -> Tensor:
+        """See `TrainingBackend.log_probs`.
+
+        Args:
+            batch: Any sequences.
+            temperature: What the tokens were sampled at.
+            reference: Ask the frozen copy instead of the policy.
+            loss_tokens_only: Leave 0 outside the loss mask, which spares the output layer's work there.
+
+        Raises:
+            BackendError: no reference is kept, memory ran out, or the temperature is not positive.
+            BatchError: a token id lies outside the vocabulary.
+        """
+        _check_temperature(temperature)
+        check_ids(batch, self._lm.vocab_size)
+        model = self._reference if reference else self._lm
+        if model is None:
+            raise BackendError(
+                "keep_reference must be true for log-probabilities of the reference, got false; set use_kl_loss"
+            )
+        wanted = batch.loss_mask.clone() if loss_tokens_only else torch.ones_like(batch.loss_mask)
+        wanted[batch.cu_seqlens[:-1]] = False
+        result = torch.zeros(batch.num_tokens, dtype=torch.promote_types(self._lm.dtype, torch.float32))
+        base_only = self._lora.off() if reference and self._lora is not None else nullcontext()
+        with base_only, out_of_memory_named("log-probabilities", "ppo_max_token_len_per_gpu"):
+            for chosen in batch.token_chunks(self.options.max_tokens_per_forward, padded=self.pads_sequences):
+                part, tokens = batch.select(chosen), batch.token_positions(chosen)
+                log_probs, _ = model.log_probs(
+                    part.to(self._device), wanted[tokens].to(self._device), temperature=temperature
+                )
+                result[tokens] = log_probs.to(result)
+        return result
+
+    def optimizer_step(self) -> OptimizerStats:
+        """See `TrainingBackend.optimizer_step`. The schedule moves on even where the step is skipped, so step k
+        always has rate k."""
+        stats = self.optimizer.step()
+        if not stats.skipped:
+            self.policy_version += 1
+        return stats
+
+    def weights(
+        self, *, version: int | None = None
+    ) -> tuple[WeightManifest, Callable[[], Iterable[tuple[str, Tensor]]]]:
+        """See `TrainingBackend.weights`. The stream shows the tensors as they are while it is read: take no step
+        meanwhile.
+
+        Args:
+            version: What to call these weights; the policy version by default.
+        """
+        tensors, lora = self._lm.named_tensors(), self._lora
+        named = tensors if lora is None else lora.base_tensors(tensors)
+        manifest = WeightManifest.from_tensors(self.policy_version if version is None else version, named.items())
+
+        def stream() -> Iterator[tuple[str, Tensor]]:
+            if lora is not None:
+                yield from lora.merged(tensors)
+                return
+            for name, tensor in tensors.items():
+                yield name, tensor.detach()
+
+        return manifest, stream
+
+    def save(self, directory: str | Path) -> None:
+        """See `TrainingBackend.save`. Safetensors and JSON: nothing in it can run code.
+
+        Raises:
+            OSError: the directory cannot be written.
+        """
+        self._state().save(directory)
+
+    def snapshot(self) -> LocalSnapshot:
+        """The state of now in memory of the host, three times the weights, to be written while training goes on."""
+        return LocalSnapshot(self._state().copied(), self._lm, self._tokenizer_source, self._lora)
+
+    def load(self, directory: str | Path) -> None:
+        """See `TrainingBackend.load`. The reference stays the model that the backend was made with.
+
+        Raises:
+            CheckpointError: a file is missing, damaged, or of another model; nothing has changed then.
+        """
+        weights, moments, state = read_state(Path(directory))
+        tensors = self._trained_tensors()
+        check_matches(directory, weights, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        self.optimizer.load(moments, num_steps=state.num_steps, num_skipped=state.num_skipped, source=directory)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(weights[name])
+        self.policy_version = state.policy_version
+
+    def save_hf(self, directory: str | Path) -> None:
+        """See `TrainingBackend.save_hf`."""
+        LocalSnapshot(self._state(), self._lm, self._tokenizer_source, self._lora).save_hf(directory)
+
+    def _trained_tensors(self) -> Mapping[str, Tensor]:
+        """What training may change: all tensors of the model, or the adapters alone."""
+        return self._lm.named_tensors() if self._lora is None else self._lora.parameters()
+
+    def _state(self) -> ModelState:
+        counters = BackendState(
+            num_steps=self.optimizer.num_steps,
+            num_skipped=self.optimizer.num_skipped,
+            policy_version=self.policy_version,
+        )
+        return ModelState(self._trained_tensors(), self.optimizer.moments(), counters)
+
+
+@dataclass(frozen=True)
+class LocalSnapshot:
+    """A `LocalBackend` as it was at one moment; it is saved by the same names, in whatever thread."""
+
+    state: ModelState
+    lm: CausalLM
+    tokenizer_source: str | Path | None
+    lora: LoraAdapters | None = None
+
+    def save(self, directory: str | Path) -> None:
+        """See `TrainingBackend.save`."""
+        self.state.save(directory)
+
+    def save_hf(self, directory: str | Path) -> None:
+        """See `TrainingBackend.save_hf`. With adapters the weights are merged, and the adapters alone lie in `lora_adapter` below."""
+        weights = self.state.weights
+        if self.lora is not None:
+            weights = dict(self.lora.merged(self.lm.named_tensors(), adapters=weights))
+            self.lora.save(Path(directory) / LORA_FOLDER, adapters=self.state.weights)
+        self.lm.save_hf(Path(directory), tokenizer_source=self.tokenizer_source, weights=weights)
+
+
+def _check_temperature(temperature: float) -> None:
+    if not 0 < temperature < math.inf:
+        raise BackendError(
+            f"temperature must be above 0, got {temperature}; "
+            "greedy samples cannot be trained on, set rollout.temperature=1"
+        )

@@ -1,0 +1,88 @@
+"""Passes of batches through a model on one device, with gradients and without: what the policy and the critic have in common.
+
+Invariant: an error leaves no gradient behind, and memory that ran out is one message with the keys to lower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ostinato_engines.device import is_out_of_memory
+from ostinato_trainer.backends.adamw import AdamW
+from ostinato_trainer.backends.base import LossOutput
+from ostinato_trainer.batch import Batch
+from ostinato_trainer.errors import BackendError, BatchError
+
+
+def accumulate_gradients(
+    micro_batches: Sequence[Batch], loss_of: Callable[[Batch], LossOutput], optimizer: AdamW, *, keys: str
+) -> dict[str, float]:
+    """The gradients of the micro-batches' summed losses, in the parameters; returns the merged metrics.
+
+    Args:
+        micro_batches: One without a trained token costs nothing.
+        loss_of: Runs the model on a micro-batch and makes its loss and metrics.
+        optimizer: Whose gradients are cleared where something fails.
+        keys: What to lower where memory runs out.
+
+    Raises:
+        BackendError: memory ran out, or the loss has no gradient.
+    """
+    totals: dict[str, Tensor] = {}
+    try:
+        with out_of_memory_named("an update", keys):
+            for micro_batch in micro_batches:
+                if micro_batch.num_loss_tokens == 0:
+                    continue
+                loss, metrics = loss_of(micro_batch)
+                if not loss.requires_grad:
+                    raise BackendError(
+                        "loss must depend on the log-probabilities or values, got a constant; do not detach them in the loss"
+                    )
+                loss.backward()
+                _merge(totals, metrics)
+    except BaseException:
+        optimizer.clear_gradients()
+        raise
+    return {name: float(value) for name, value in totals.items()}
+
+
+@contextmanager
+def out_of_memory_named(what: str, keys: str) -> Iterator[None]:
+    """Raises BackendError, naming `what` was computed and the `keys` to lower, where the block runs out of memory."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise BackendError(
+            f"memory must suffice for {what}, but it ran out; lower {keys}, or data.max_response_length"
+        ) from error
+
+
+def check_ids(batch: Batch, vocab_size: int) -> None:
+    """Raises BatchError where a token id lies outside the model's vocabulary."""
+    highest = int(batch.token_ids.max())
+    if highest >= vocab_size:
+        raise BatchError(
+            f"token ids must be below the model's vocabulary of {vocab_size}, got {highest}; "
+            "use the tokenizer that belongs to the model"
+        )
+
+
+def _merge(totals: dict[str, Tensor], metrics: Mapping[str, float | Tensor]) -> None:
+    """Adds up, or keeps the extreme of names that end in _max or _min; stays on the device, so that nothing waits for it."""
+    for name, value in metrics.items():
+        value = torch.as_tensor(value).detach()
+        if name not in totals:
+            totals[name] = value
+        elif name.endswith("_max"):
+            totals[name] = torch.maximum(totals[name], value)
+        elif name.endswith("_min"):
+            totals[name] = torch.minimum(totals[name], value)
+        else:
+            totals[name] = totals[name] + value

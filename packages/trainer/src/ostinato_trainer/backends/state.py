@@ -1,0 +1,120 @@
+"""The state of a model under training, and its files: two of safetensors and one of JSON, none of which can run code when
+read.
+
+This module copies, writes and reads it and tells a damaged or foreign one by name. Atomic replacement is
+`ostinato_trainer.checkpoints.manager`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ostinato_engines.device import HOST
+from ostinato_trainer.errors import CheckpointError
+
+_WEIGHTS = "weights.safetensors"
+_MOMENTS = "optimizer.safetensors"
+_COUNTERS = "backend.json"
+_FORMAT = "ostinato-backend-1"
+
+
+class BackendState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Counters of a backend."""
+
+    num_steps: int
+    num_skipped: int
+    policy_version: int
+    format: str = _FORMAT
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """Weights, moments and counters of a model: those under training, or a copy of them."""
+
+    weights: Mapping[str, Tensor]
+    moments: Mapping[str, Tensor]
+    counters: BackendState
+
+    def copied(self) -> ModelState:
+        """The same in tensors of the host's own, which further steps leave as they are."""
+        return ModelState(_copies(self.weights), _copies(self.moments), self.counters)
+
+    def save(self, directory: str | Path) -> None:
+        """Write it; see `write_state`."""
+        write_state(Path(directory), self.weights, self.moments, self.counters)
+
+
+def write_state(
+    directory: Path, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor], state: BackendState
+) -> None:
+    """Writes the three files into `directory`, made where absent.
+
+    Raises:
+        OSError: the directory cannot be made or written.
+        SafetensorError: a file of tensors cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(_on_host(weights), directory / _WEIGHTS)
+    save_file(_on_host(moments), directory / _MOMENTS)
+    (directory / _COUNTERS).write_bytes(msgspec.json.encode(state))
+
+
+def read_state(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], BackendState]:
+    """Weights, moments and counters of `directory`, on the host.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    tensors = []
+    for name in (_WEIGHTS, _MOMENTS):
+        try:
+            tensors.append(load_file(directory / name))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"checkpoint must hold a whole {name}, got {directory}: {error}; resume from another step"
+            ) from error
+    try:
+        state = msgspec.json.decode((directory / _COUNTERS).read_bytes(), type=BackendState)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(
+            f"checkpoint must hold a valid {_COUNTERS}, got {directory}: {error}; resume from another step"
+        ) from error
+    if state.format != _FORMAT:
+        raise CheckpointError(
+            f"checkpoint must be of format {_FORMAT}, got {state.format} in {directory}; use the version that wrote it"
+        )
+    return tensors[0], tensors[1], state
+
+
+def check_matches(directory: str | Path, found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Checks that tensors have the expected names and shapes.
+
+    Raises:
+        CheckpointError: one is missing, unexpected or of another shape; the message names the first.
+    """
+    for name in [*expected, *(set(found) - set(expected))]:
+        shape = tuple(found[name].shape) if name in found else None
+        if name not in expected or shape != expected[name]:
+            raise CheckpointError(
+                f"checkpoint must fit the model: {name} must be {_shape_of(expected.get(name))}, "
+                f"got {_shape_of(shape)} in {directory}; resume with the model that was saved"
+            )
+
+
+def _shape_of(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else f"of shape {list(shape)}"
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to(HOST, copy=True) for name, tensor in tensors.items()}
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

@@ -1,0 +1,234 @@
+"""From hidden states to log-probabilities and entropies of chosen tokens, a chunk at a time.
+
+The logits of a micro-batch never exist at once: beyond a fixed number of them, each chunk's are thrown away in the
+forward pass and computed again in the backward pass, so memory does not grow with tokens x vocabulary. The softmax is taken in float32 (float64 for a
+float64 model), whatever the model computes in, and so is the sum of the output layer's gradient over chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from ostinato_engines.device import CUDA, HOST
+from ostinato_trainer.backends.base import EntropyMode
+
+_CHUNK_ELEMENTS: Final = {HOST: 2**23}
+_CHUNK_ELEMENTS_ELSEWHERE: Final = 2**28
+"""Logits of one chunk: enough of them to keep the machine's matrix product busy."""
+_KEPT_ELEMENTS: Final = {HOST: 2**25}
+_KEPT_ELEMENTS_ELSEWHERE: Final = 2**30
+"""Logits that may wait for the backward pass; those of further chunks are computed again."""
+
+Head = Callable[[Tensor], Tensor]
+"""From hidden states [n, hidden] to logits [n, vocabulary]."""
+
+
+def chosen_log_probs(
+    hidden: Tensor,
+    targets: Tensor,
+    head: Head,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    entropy: EntropyMode = EntropyMode.OFF,
+    chunk_tokens: int | None = None,
+    compiled: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each target, and the entropy of the distribution that it was drawn from.
+
+    With logits z and normalizer n = log sum exp z: log p = z - n, H = n - sum p z; gradients
+    d log p_t / dz = onehot(t) - p and dH / dz = -p (log p + H). A plain `nn.Linear` is differentiated by these
+    formulas; any other head by recomputing its chunks under autograd.
+
+    Args:
+        hidden: float [S, hidden], the states that predict the targets.
+        targets: int64 [S].
+        head: Maps hidden states to logits.
+        vocab_size: Width of the logits.
+        temperature: Divides the logits; above 0.
+        entropy: Whether to compute it, and whether gradients flow through it.
+        chunk_tokens: Targets per chunk; by default as many as make 2^23 logits on a CPU and 2^28 elsewhere.
+        compiled: Let torch.compile fuse what happens to a chunk's logits.
+
+    Returns:
+        Two vectors [S]; the second is None where it was not asked for.
+    """
+    kind = hidden.device.type
+    size = chunk_tokens or max(1, _CHUNK_ELEMENTS.get(kind, _CHUNK_ELEMENTS_ELSEWHERE) // vocab_size)
+    if isinstance(head, nn.Linear) and _is_plain(head):
+        num_kept = _KEPT_ELEMENTS.get(kind, _KEPT_ELEMENTS_ELSEWHERE) // (size * vocab_size)
+        settings = _Settings(1 / temperature, entropy, size, num_kept, compiled)
+        chosen, spread = _LinearHead.apply(hidden, head.weight, head.bias, targets, settings)
+    else:
+        chosen, spread = _any_head(hidden, targets, head, temperature, entropy, size)
+    return chosen, None if entropy is EntropyMode.OFF else spread
+
+
+class _Settings:
+    """How `_LinearHead` works; opaque to autograd."""
+
+    def __init__(self, scale: float, entropy: EntropyMode, size: int, num_kept: int, compiled: bool) -> None:
+        self.scale, self.entropy, self.size, self.num_kept = scale, entropy, size, num_kept
+        self.summary = _compiled(_summary) if compiled else _summary
+        self.gradient = _compiled(_gradient) if compiled else _gradient
+
+
+class _LinearHead(torch.autograd.Function):
+    """Output layer, softmax and choice in one, with a backward pass that computes a chunk's logits anew."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: _Settings
+    ) -> tuple[Tensor, Tensor]:
+        kind = hidden.device.type
+        compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        exact = torch.promote_types(compute, torch.float32)
+        chosen, normalizer, spread = (hidden.new_zeros(len(targets), dtype=exact) for _ in range(3))
+        with_entropy = settings.entropy is not EntropyMode.OFF
+        kept: list[Tensor] = []
+        num_kept = settings.num_kept if any(ctx.needs_input_grad) else 0
+        with torch.autocast(kind, enabled=False):
+            table, offset = weight.to(compute), None if bias is None else bias.to(compute)
+            for part in _chunks(len(targets), settings.size):
+                logits = functional.linear(hidden[part].to(compute), table, offset)
+                chosen[part], normalizer[part], entropies = settings.summary(
+                    logits, targets[part], settings.scale, with_entropy
+                )
+                if entropies is not None:
+                    spread[part] = entropies
+                if len(kept) < num_kept:
+                    kept.append(logits)
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, spread, *kept)
+        ctx.settings, ctx.compute, ctx.exact = settings, compute, exact
+        if settings.entropy is not EntropyMode.GRADIENT:
+            ctx.mark_non_differentiable(spread)
+        return chosen, spread
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  torch's stub names the first argument, which a static method cannot override
+        ctx: Any, *outputs: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        hidden, weight, bias, targets, normalizer, spread, *kept = ctx.saved_tensors
+        settings, compute = ctx.settings, ctx.compute
+        of_chosen = outputs[0]
+        of_spread = outputs[1] if settings.entropy is EntropyMode.GRADIENT else None
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=ctx.exact) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=ctx.exact) if needs_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            table, offset = weight.to(compute), None if bias is None else bias.to(compute)
+            for place, part in enumerate(_chunks(len(targets), settings.size)):
+                states = hidden[part].to(compute)
+                logits = kept[place] if place < len(kept) else functional.linear(states, table, offset)
+                entropies = None if of_spread is None else (of_spread[part], spread[part])
+                gradient = settings.gradient(
+                    logits, targets[part], settings.scale, normalizer[part], of_chosen[part], entropies
+                )
+                if grad_bias is not None:
+                    grad_bias += gradient.sum(0)
+                if grad_weight is not None:
+                    _add_product(grad_weight, gradient, states)
+                if grad_hidden is not None:
+                    grad_hidden[part] = (gradient.to(compute) @ table).to(grad_hidden.dtype)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if bias is None or grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+        )
+
+
+def _summary(logits: Tensor, targets: Tensor, scale: float, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-probability of each target, the normalizer, and the entropy, each [n]."""
+    logits = _scaled(logits, torch.promote_types(logits.dtype, torch.float32), scale)
+    normalizer = logits.logsumexp(-1)
+    chosen = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
+    if not with_entropy:
+        return chosen, normalizer, None
+    return chosen, normalizer, normalizer - ((logits - normalizer.unsqueeze(-1)).exp() * logits).sum(-1)
+
+
+def _gradient(
+    logits: Tensor,
+    targets: Tensor,
+    scale: float,
+    normalizer: Tensor,
+    of_chosen: Tensor,
+    entropies: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """[n, vocabulary]: the gradient by the logits, before the temperature.
+
+    Args:
+        logits: As the head gave them.
+        targets: int64 [n].
+        scale: One over the temperature.
+        normalizer: [n], of the scaled logits.
+        of_chosen: [n], the gradient by the log-probabilities.
+        entropies: The gradient by the entropies, and the entropies, each [n].
+    """
+    shifted = _scaled(logits, normalizer.dtype, scale) - normalizer.unsqueeze(-1)
+    weights = -of_chosen.unsqueeze(-1)
+    if entropies is not None:
+        of_spread, spread = entropies
+        weights = weights - of_spread.unsqueeze(-1) * (shifted + spread.unsqueeze(-1))
+    gradient = shifted.exp() * weights
+    return _scaled(gradient.scatter_add_(-1, targets.unsqueeze(-1), of_chosen.unsqueeze(-1)), gradient.dtype, scale)
+
+
+def _scaled(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    values = values.to(dtype)
+    return values if scale == 1.0 else values * scale
+
+
+def _add_product(total: Tensor, gradient: Tensor, states: Tensor) -> None:
+    """Adds gradient^T @ states to `total`, summing in its precision: [vocabulary, hidden]."""
+    if states.dtype == total.dtype:
+        total.addmm_(gradient.T, states)
+    elif total.device.type == CUDA and hasattr(torch.ops.aten.addmm, "dtype_out"):
+        torch.addmm(total, gradient.to(states.dtype).T, states, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(gradient.T, states.to(total.dtype))
+
+
+def _any_head(
+    hidden: Tensor, targets: Tensor, head: Head, temperature: float, entropy: EntropyMode, size: int
+) -> tuple[Tensor, Tensor]:
+    def of_chunk(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        chosen, _, spread = _summary(head(states), wanted, 1 / temperature, entropy is not EntropyMode.OFF)
+        if spread is None:
+            return chosen, chosen.detach()
+        return chosen, spread if entropy is EntropyMode.GRADIENT else spread.detach()
+
+    if len(targets) <= size:
+        return of_chunk(hidden, targets)
+    parts = [
+        checkpoint(of_chunk, states, wanted, use_reentrant=False, preserve_rng_state=False)
+        for states, wanted in zip(hidden.split(size), targets.split(size), strict=True)
+    ]
+    chosen, spread = (torch.cat(column) for column in zip(*parts, strict=True))
+    return chosen, spread
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    """Whether calling the layer does nothing but what its weight and bias say."""
+    return type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks
+
+
+def _chunks(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)

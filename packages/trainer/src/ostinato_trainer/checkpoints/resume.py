@@ -1,0 +1,293 @@
+"""Which checkpoint a run goes on from, and whether it is one of this run.
+
+Invariant: a run never begins anew in silence where an earlier one has left checkpoints, and never goes on from one that is damaged or
+foreign. What follows a checkpoint is undone before the run goes on, so that the metrics show each step once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import yaml
+
+from ostinato_tokenization import ChatTokenizer
+from ostinato_trainer.checkpoints.inventory import Inventory, check_complete
+from ostinato_trainer.checkpoints.manager import CheckpointManager
+from ostinato_trainer.checkpoints.run_state import RunState, read_run_state
+from ostinato_trainer.config import Config, TrainerConfig
+from ostinato_trainer.config.loading import to_yaml
+from ostinato_trainer.errors import CheckpointError
+from ostinato_trainer.loggers.group import METRICS_FILE
+
+__all__ = [
+    "CONFIG_FILE",
+    "MODEL_FOLDER",
+    "ResumePoint",
+    "changed_keys",
+    "check_same_run",
+    "resume_point",
+    "take_up",
+]
+
+logger = logging.getLogger(__name__)
+
+MODEL_FOLDER: Final = "huggingface"
+"""Of a checkpoint: the model as any program of the field reads it."""
+CONFIG_FILE: Final = "config.yaml"
+
+_VOLATILE_OF_MODELS: Final = frozenset(
+    ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
+)
+"""What saving a model changes in its config.json."""
+
+_HARMLESS: Final = (
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.rollout.trace",
+    "data.train_files",
+    "data.val_",
+    "data.filter_overlong_prompts_workers",
+    "trainer.async_save",
+    "trainer.best_metric",
+    "trainer.default_local_dir",
+    "trainer.experiment_name",
+    "trainer.log",
+    "trainer.max_ckpt_to_keep",
+    "trainer.project_name",
+    "trainer.resume",
+    "trainer.rollout_data_dir",
+    "trainer.save_freq",
+    "trainer.test_freq",
+    "trainer.total_",
+    "trainer.val",
+    "trainer.watchdog",
+)
+"""Beginnings of keys that may differ: they do not shape the curve, or are checked by what they name."""
+_LENGTH_OF_RUN: Final = "trainer.total_"
+"""Shapes the curve after all where the learning rate follows the length of the run."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A checkpoint that was found whole."""
+
+    directory: Path
+    inventory: Inventory
+    state: RunState
+
+    @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return self.state.step
+
+
+def resume_point(trainer: TrainerConfig, manager: CheckpointManager) -> ResumePoint | None:
+    """The checkpoint to go on from, by `trainer.resume_mode`; None for a run from the beginning.
+
+    Args:
+        trainer: Says where to look.
+        manager: Of `trainer.default_local_dir`.
+
+    Raises:
+        CheckpointError: The one that was asked for is damaged, foreign or absent; none of several is whole; or a run is to begin anew
+            where there are checkpoints.
+    """
+    steps = manager.steps()
+    if trainer.resume_mode == "resume_path":
+        return _asked_for(Path(str(trainer.resume_from_path)).expanduser(), manager)
+    if not steps:
+        return None
+    if trainer.resume_mode == "disable":
+        raise CheckpointError(
+            f"trainer.default_local_dir must hold no checkpoints for a run that begins anew, got {manager.root} with step {steps[-1]}; "
+            "choose another folder, remove them, or write trainer.resume_mode=auto to go on from there"
+        )
+    return _newest_whole(manager)
+
+
+def check_same_run(point: ResumePoint, config: Config, tokenizer: ChatTokenizer) -> None:
+    """Refuse a checkpoint of another model or tokenizer, and warn of settings that make another curve.
+
+    Raises:
+        CheckpointError: Naming what differs, and the key to change.
+    """
+    saved = point.directory / MODEL_FOLDER
+    given = Path(str(config.actor_rollout_ref.model.path)).expanduser()
+    if (saved / "config.json").is_file() and (given / "config.json").is_file():
+        _check_same_model(saved, given)
+    _check_same_tokenizer(saved, given, tokenizer)
+    if changed := changed_keys(point, config):
+        logger.warning(
+            "The run goes on from %s with other settings than it was begun with, so the curve is not that of a run that was never "
+            "stopped: %s",
+            point.directory,
+            "; ".join(changed),
+        )
+
+
+def changed_keys(point: ResumePoint, config: Config) -> list[str]:
+    """Sentences about keys whose values are not those that the checkpoint was written with, if they matter to the curve."""
+    try:
+        saved = dict(_flat(yaml.safe_load((point.directory / CONFIG_FILE).read_text(encoding="utf-8"))))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise CheckpointError(
+            f"{point.directory / CONFIG_FILE} must be readable, got {error}; resume from another step"
+        ) from error
+    current, default = (dict(_flat(yaml.safe_load(to_yaml(each)))) for each in (config, Config()))
+    saved = {
+        key: value for key, value in default.items() if value != {}
+    } | saved  # keys that were not yet known have their default
+    schedule_needs_length = config.actor_rollout_ref.actor.optim.lr_scheduler_type != "constant"
+    return [
+        f"{key} is {current.get(key, 'absent')} instead of {saved.get(key, 'absent')}"
+        for key in dict.fromkeys((*saved, *current))
+        if saved.get(key) != current.get(key)
+        and (not key.startswith(_HARMLESS) or (schedule_needs_length and key.startswith(_LENGTH_OF_RUN)))
+    ]
+
+
+def take_up(manager: CheckpointManager, point: ResumePoint) -> None:
+    """Undo what follows a checkpoint: it becomes the newest, and `metrics.jsonl` loses the lines of later steps.
+
+    A line of the checkpoint's own step that a kill has kept from being written is added from the checkpoint. To be called when nothing is
+    left that could refuse the checkpoint.
+
+    Raises:
+        CheckpointError: A file cannot be read or written.
+    """
+    path = manager.root / METRICS_FILE
+    try:
+        if point.directory.resolve().parent == manager.root.resolve():
+            manager.point_latest(point.step)
+        if path.exists():
+            manager.write_file(METRICS_FILE, _metrics_until(point, path.read_bytes()))
+    except OSError as error:
+        raise CheckpointError(
+            f"{manager.root} must be a folder that can be written, got {error}; fix that, or choose another trainer.default_local_dir"
+        ) from error
+
+
+def _metrics_until(point: ResumePoint, content: bytes) -> bytes:
+    lines: dict[int, bytes] = {}
+    for line in content.splitlines():
+        step = _step_of(line)
+        if step is not None and step <= point.step:
+            lines[step] = line
+    if point.step not in lines and point.inventory.metrics:
+        lines[point.step] = msgspec.json.encode({"step": point.step, **point.inventory.metrics})
+    return b"".join(line + b"\n" for _, line in sorted(lines.items()))
+
+
+def _asked_for(directory: Path, manager: CheckpointManager) -> ResumePoint:
+    key = f"trainer.resume_from_path must name a checkpoint, got {directory}"
+    if not directory.is_dir():
+        raise CheckpointError(f"{key}, which is no folder; give a directory global_step_N that a run wrote")
+    if not (directory / "checkpoint.json").is_file():
+        newest = max(directory.glob("global_step_*"), key=lambda path: path.stat().st_mtime, default=None)
+        cure = (
+            "give a directory global_step_N that a run wrote" if newest is None else f"write {newest}, or one beside it"
+        )
+        raise CheckpointError(f"{key}, which is none; {cure}")
+    point = _read(directory)
+    is_own = directory.resolve().parent == manager.root.resolve()
+    steps = manager.steps()
+    if steps and not is_own:
+        raise CheckpointError(
+            f"trainer.default_local_dir must hold no checkpoints for a run that goes on from {directory}, got {manager.root} with step "
+            f"{steps[-1]}; choose another folder, or write trainer.resume_mode=auto to go on from there"
+        )
+    later = [step for step in steps if step > point.step]
+    if later:
+        logger.warning(
+            "The run goes back to step %d; checkpoints of later steps (%s) stay until it reaches them or trainer.max_ckpt_to_keep "
+            "removes them",
+            point.step,
+            ", ".join(map(str, later)),
+        )
+    return point
+
+
+def _newest_whole(manager: CheckpointManager) -> ResumePoint:
+    """The latest checkpoint, or the newest before it that is whole; those that are not are named."""
+    latest = manager.latest()
+    assert latest is not None
+    last = int(latest.name.rpartition("_")[2])
+    problems = []
+    for step in sorted((step for step in manager.steps() if step <= last), reverse=True):
+        try:
+            point = _read(manager.path_of(step))
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        if problems:
+            logger.warning("The run goes on from step %d, for: %s", step, "; ".join(problems))
+        return point
+    raise CheckpointError(
+        f"{manager.root} must hold a whole checkpoint to go on from, got none: {'; '.join(problems)}; "
+        "choose another trainer.default_local_dir to begin anew"
+    )
+
+
+def _read(directory: Path) -> ResumePoint:
+    inventory, state = check_complete(directory), read_run_state(directory)
+    if inventory.step != state.step:
+        raise CheckpointError(
+            f"{directory} must be of one step, got {inventory.step} in checkpoint.json and {state.step} in its state; "
+            "resume from another step"
+        )
+    return ResumePoint(directory, inventory, state)
+
+
+def _check_same_model(saved: Path, given: Path) -> None:
+    """Compares what transformers makes of the two config.json, since saving rewrites one."""
+    from transformers import AutoConfig
+
+    try:
+        saved_config, given_config = (AutoConfig.from_pretrained(str(path)).to_dict() for path in (saved, given))
+    except (OSError, ValueError, KeyError) as error:
+        logger.info("config.json is left to the backend, for transformers does not read it: %s", error)
+        return
+    for name in sorted({*saved_config, *given_config} - _VOLATILE_OF_MODELS):
+        if saved_config.get(name) != given_config.get(name):
+            raise CheckpointError(
+                f"actor_rollout_ref.model.path must name the model of {saved.parent}, but its {name} is {given_config.get(name)} "
+                f"instead of {saved_config.get(name)} in {given}; write the path of that model, or choose another "
+                "trainer.default_local_dir to begin anew"
+            )
+
+
+def _check_same_tokenizer(saved: Path, given: Path, tokenizer: ChatTokenizer) -> None:
+    name = "tokenizer.json"
+    if not all((path / name).is_file() for path in (saved, given)):
+        return
+    if (saved / name).read_bytes() != (given / name).read_bytes():
+        raise CheckpointError(
+            f"actor_rollout_ref.model.path must have the tokenizer of {saved.parent}, but {given / name} is another; "
+            "write the path of the model with that tokenizer, or choose another trainer.default_local_dir to begin anew"
+        )
+    if ChatTokenizer.from_pretrained(saved).template_hash != tokenizer.template_hash:
+        logger.warning(
+            "The chat template is not that of %s, so prompts are others than before; see actor_rollout_ref.model.chat_template",
+            saved.parent,
+        )
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _flat(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a line of metrics; None for one that a kill has cut off."""
+    try:
+        step = msgspec.json.decode(line, type=dict).get("step")
+    except msgspec.DecodeError:
+        return None
+    return step if isinstance(step, int) else None

@@ -1,0 +1,177 @@
+"""The whole configuration as one typed tree: `Config`.
+
+Frozen structs with unknown fields forbidden; each node is defined where it is read and composed here. Loading, with
+its messages for unknown and renamed keys, is `config_loading`; what cannot run in this version is `config_checks`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from ostinato_trainer.config.actor import ActorConfig, ModelConfig, OptimConfig, PolicyLossConfig
+from ostinato_trainer.config.algorithm import AlgorithmConfig, KLControlConfig, RolloutCorrectionConfig
+from ostinato_trainer.config.critic import CriticConfig, CriticModelConfig, CriticOptimConfig
+from ostinato_trainer.config.data import CustomClassConfig, DataConfig
+from ostinato_trainer.config.reward import (
+    CombineConfig,
+    CustomRewardConfig,
+    OverlongBufferConfig,
+    RewardConfig,
+    RewardModelConfig,
+)
+from ostinato_trainer.config.rollout import (
+    AgentConfig,
+    CustomServerConfig,
+    EngineKwargsConfig,
+    MultiTurnConfig,
+    RolloutConfig,
+    ValidationSamplingConfig,
+)
+from ostinato_trainer.config.sampling import FilterGroupsConfig, WatchdogConfig
+
+__all__ = [
+    "ActorConfig",
+    "ActorRolloutRefConfig",
+    "AgentConfig",
+    "AlgorithmConfig",
+    "CombineConfig",
+    "Config",
+    "CriticConfig",
+    "CriticModelConfig",
+    "CriticOptimConfig",
+    "CustomClassConfig",
+    "CustomRewardConfig",
+    "CustomServerConfig",
+    "DataConfig",
+    "EngineKwargsConfig",
+    "FilterGroupsConfig",
+    "KLControlConfig",
+    "ModelConfig",
+    "MultiTurnConfig",
+    "OptimConfig",
+    "OverlongBufferConfig",
+    "PolicyLossConfig",
+    "RewardConfig",
+    "RewardModelConfig",
+    "RolloutConfig",
+    "RolloutCorrectionConfig",
+    "TrainerConfig",
+    "ValidationSamplingConfig",
+    "WatchdogConfig",
+]
+
+
+class ActorRolloutRefConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The policy in its two roles, trained and sampled (`actor_rollout_ref`)."""
+
+    model: ModelConfig = ModelConfig()
+    """The policy's files."""
+    actor: ActorConfig = ActorConfig()
+    """The update of the policy."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Generation of trajectories."""
+
+
+class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The run (`trainer`)."""
+
+    total_epochs: Annotated[int, Meta(ge=1)] = 30
+    """Passes over the training rows, unless total_training_steps ends the run earlier or later."""
+    total_training_steps: Annotated[int, Meta(ge=1)] | None = None
+    """Steps of the run; null follows from total_epochs."""
+    max_staleness: Annotated[int, Meta(ge=0)] = 0
+    """Policy versions that the oldest token of a trajectory may be behind when it is trained on. 0 samples and trains in turn; 1 samples a
+    step ahead while the policy is trained; more samples further ahead."""
+    min_group_size: Annotated[int, Meta(ge=1)] | None = None
+    """Trajectories of a group that must have ended without a failure; with fewer the group is dropped and another prompt sampled. null: two,
+    since one alone has no baseline, or one where `rollout.n` is 1."""
+    max_reruns: Annotated[int, Meta(ge=0)] = 0
+    """How often a trajectory that failed is done again, each time with another seed."""
+    max_failed_batches: Annotated[int, Meta(ge=0)] = 1
+    """Groups that one step may drop for failures before the run ends with an error, in batches of data.train_batch_size."""
+    save_freq: Annotated[int, Meta(ge=-1)] = -1
+    """Steps between checkpoints; -1 saves only after the last step, 0 never."""
+    test_freq: Annotated[int, Meta(ge=-1)] = -1
+    """Steps between validations; -1 or 0 validates only where val_before_train says so."""
+    val_before_train: bool = True
+    """Validate before the first step, where `data.val_files` gives rows."""
+    critic_warmup: Annotated[int, Meta(ge=0)] = 0
+    """Steps at the beginning in which only the critic is trained and the policy stays as it is."""
+    val_only: bool = False
+    """Validate once and end: nothing is trained or saved."""
+    log_val_generations: Annotated[int, Meta(ge=0)] = 0
+    """Prompts whose first sample is shown in the loggers with every validation."""
+    validation_data_dir: str | None = None
+    """Folder for all that validations sample, a file of JSON lines each; null writes none."""
+    rollout_data_dir: str | None = None
+    """Folder for all that is sampled for training, a file of JSON lines a step; null writes none."""
+    nnodes: Annotated[int, Meta(ge=1)] = 1
+    """Machines of the run."""
+    n_gpus_per_node: Annotated[int, Meta(ge=1)] = 1
+    """Devices on each machine."""
+    logger: tuple[Literal["console", "jsonl", "tensorboard", "mlflow", "wandb", "trackio"], ...] = ("console", "jsonl")
+    """Where metrics go: console, jsonl (metrics.jsonl in default_local_dir), tensorboard, mlflow, wandb, trackio; any at once."""
+    project_name: str = "ostinato"
+    """Name of the project in loggers and paths."""
+    experiment_name: str = "default"
+    """Name of this run in loggers and paths."""
+    default_local_dir: str | None = None
+    """Folder of checkpoints and metrics; null means checkpoints/PROJECT_NAME/EXPERIMENT_NAME."""
+    max_ckpt_to_keep: Annotated[int, Meta(ge=1)] | None = None
+    """Newest checkpoints that are kept; null keeps all."""
+    best_metric: str | None = None
+    """A metric by its name, such as val-core/SOURCE/acc/mean@1: the checkpoint with the highest value is kept too."""
+    async_save: bool = True
+    """Write checkpoints while training goes on, from a copy in the host's memory, three times the weights; false waits for each."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """auto goes on from the newest whole checkpoint in default_local_dir, where there is one; disable begins anew, and refuses a folder that
+    has checkpoints; resume_path goes on from resume_from_path."""
+    resume_from_path: str | None = None
+    """A checkpoint, .../global_step_N, for resume_mode=resume_path."""
+    seed: int = 1
+    """Seed of the run; data and rollout take theirs from it where they have none."""
+    device: str | None = None
+    """Device to train on, as torch writes it; null picks the best one present."""
+    callbacks: tuple[str, ...] = ()
+    """Classes of your own that are told what the run does, as module:Class or file.py:Class; see `TrainerCallback`."""
+    watchdog: WatchdogConfig = WatchdogConfig()
+    """What is done when nothing happens."""
+
+    def good_per_group(self, n: int) -> int:
+        """Trajectories without a failure that a group of `n` needs: `min_group_size`."""
+        return min(n, 2) if self.min_group_size is None else self.min_group_size
+
+    @property
+    def local_dir(self) -> str:
+        """`default_local_dir`, or the folder that follows from project and experiment."""
+        return self.default_local_dir or f"checkpoints/{self.project_name}/{self.experiment_name}"
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything that `ostinato train` reads."""
+
+    data: DataConfig = DataConfig()
+    """Rows, prompts and batches."""
+    actor_rollout_ref: ActorRolloutRefConfig = ActorRolloutRefConfig()
+    """The policy, its update and its sampling."""
+    critic: CriticConfig = CriticConfig()
+    """The value model, where the advantage estimator needs one."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """From rewards to advantages."""
+    reward: RewardConfig = RewardConfig()
+    """Scoring of finished trajectories."""
+    trainer: TrainerConfig = TrainerConfig()
+    """The run."""
+
+    @property
+    def data_seed(self) -> int:
+        """The seed of the order of rows."""
+        return self.trainer.seed if self.data.seed is None else self.data.seed
+
+    @property
+    def rollout_seed(self) -> int:
+        """The seed of sampling."""
+        seed = self.actor_rollout_ref.rollout.seed
+        return self.trainer.seed if seed is None else seed

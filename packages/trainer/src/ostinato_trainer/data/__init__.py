@@ -1,0 +1,1 @@
+"""Rows of data files as prompts for agents: read, checked, counted, ordered."""

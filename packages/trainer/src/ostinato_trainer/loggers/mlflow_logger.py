@@ -1,0 +1,74 @@
+"""Metrics to MLflow. The only module that imports it; behind the extra `mlflow`.
+
+Where the tracking server is, MLflow itself decides (`MLFLOW_TRACKING_URI`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+import mlflow  # pyright: ignore[reportMissingImports]  (an extra)
+
+from ostinato_rollout.tracing.mlflow_store import open_experiment, resolved_uri
+from ostinato_trainer.config import Config
+from ostinato_trainer.config.docs import config_rows
+from ostinato_trainer.config.loading import flat_values
+from ostinato_trainer.errors import LoggerError
+
+__all__ = ["MlflowLogger"]
+
+_NOT_IN_NAMES: Final = re.compile(r"[^\w\-. :/]")
+_MAX_PARAM_CHARS: Final = 500
+
+
+class MlflowLogger:
+    """One MLflow run in the experiment `trainer.project_name`, named `trainer.experiment_name`.
+
+    Args:
+        config: every key is recorded as a parameter.
+        run_id: of the run to go on with; None begins one.
+
+    Raises:
+        LoggerError: the tracking server cannot be reached or refuses.
+    """
+
+    name = "mlflow"
+
+    def __init__(self, config: Config, *, run_id: str | None = None) -> None:
+        try:
+            _, experiment_id = open_experiment(resolved_uri(None), config.trainer.project_name)
+            mlflow.set_experiment(experiment_id=experiment_id)
+            self._run = mlflow.start_run(run_id=run_id, run_name=config.trainer.experiment_name)
+            values = flat_values(config)
+            if run_id is None:  # a parameter is written once
+                mlflow.log_params({row.key: str(values[row.key])[:_MAX_PARAM_CHARS] for row in config_rows()})
+        except Exception as error:
+            raise LoggerError(
+                f"the logger mlflow must reach its tracking server, got {type(error).__name__}: {error}; "
+                "check MLFLOW_TRACKING_URI, or leave mlflow out of trainer.logger"
+            ) from error
+        self.run_id = str(self._run.info.run_id)
+
+    def describe(self, facts: Mapping[str, str]) -> None:
+        """Record the facts as tags of the run."""
+        mlflow.set_tags(dict(facts))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a step; `@` in a name becomes `_at_`, since MLflow does not take it."""
+        named = {_NOT_IN_NAMES.sub("_", key.replace("@", "_at_")): float(value) for key, value in metrics.items()}
+        mlflow.log_metrics(named, step=step, run_id=self._run.info.run_id)
+
+    def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Record samples as a JSON artifact."""
+        mlflow.log_dict(
+            {"generations": [dict(row) for row in rows]}, f"val_generations/{step}.json", run_id=self.run_id
+        )
+
+    def close(self) -> None:
+        """End the run."""
+        mlflow.end_run()

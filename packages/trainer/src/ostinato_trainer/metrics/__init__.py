@@ -1,0 +1,1 @@
+"""What a run says of itself, under the field's names; docs/metrics.md lists them."""

@@ -1,0 +1,1 @@
+"""From a finished trajectory to its score: functions, ready scorers, reward models, and the parts of a score."""

@@ -1,0 +1,93 @@
+"""Conversations of data files, as the token ids and masks that supervised fine-tuning learns from.
+
+Invariant: a token is learned exactly where a rollout would have sampled it; both are `ostinato_tokenization`'s record of the same template.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ostinato_tokenization import ChatTokenizer, TokenizationError, TrainingConversation, encode_training_conversation
+from ostinato_trainer.config.sft import SftDataConfig
+from ostinato_trainer.data.files import open_data_file, parsed_json_text
+from ostinato_trainer.errors import DatasetError
+
+__all__ = ["Conversations", "read_conversations"]
+
+
+class Conversations(msgspec.Struct, frozen=True):
+    """What was read."""
+
+    encoded: list[TrainingConversation]
+    num_overlong: int
+    """Longer ones that were met on the way and left out."""
+
+
+def read_conversations(
+    paths: Sequence[str],
+    tokenizer: ChatTokenizer,
+    config: SftDataConfig,
+    *,
+    seed: int,
+    number: int | None = None,
+) -> Conversations:
+    """Different conversations of some files, in an order that the seed decides.
+
+    Args:
+        paths: Data files; messages, and tools where a row has them, may be JSON text.
+        tokenizer: Of the model that is to learn them.
+        config: Columns, the longest length, and what becomes of longer conversations.
+        seed: Of the order, and so of the choice.
+        number: How many are wanted, at least 1, and no more rows are read than that takes; None reads all.
+
+    Raises:
+        DatasetError: A row is no conversation, one is too long where that is an error, or none is short enough.
+    """
+    files = [open_data_file(path) for path in paths]
+    order = [(file, index) for file in files for index in range(len(file))]
+    random.Random(f"conversations-{seed}").shuffle(order)
+    found: list[TrainingConversation] = []
+    lengths: list[int] = []
+    for file, index in order:
+        if len(found) == number:
+            break
+        conversation = _encoded(file.row(index), tokenizer, config, file.place(index))
+        length = len(conversation.token_ids)
+        if length <= config.max_length:
+            found.append(conversation)
+            continue
+        lengths.append(length)
+        if config.truncation == "error":
+            raise DatasetError(
+                f"{file.place(index)}: a conversation must have at most data.max_length={config.max_length} tokens, got {length}; "
+                "raise data.max_length, or write data.truncation=drop"
+            )
+    if not found:
+        raise DatasetError(
+            f"data.max_length must leave a conversation of {', '.join(paths)}, got {config.max_length}, and the shortest has "
+            f"{min(lengths)} tokens; raise it (--max-length)"
+        )
+    return Conversations(found, len(lengths))
+
+
+def _encoded(row: dict[str, Any], tokenizer: ChatTokenizer, config: SftDataConfig, place: str) -> TrainingConversation:
+    messages, tools = (parsed_json_text(row.get(key), list) for key in (config.messages_key, config.tools_key))
+    if not isinstance(messages, list):
+        raise DatasetError(
+            f"{place}: {config.messages_key} must be a list of messages, got {type(messages).__name__}; "
+            "write [{role: user, content: TEXT}, {role: assistant, content: TEXT}], or name the column by data.messages_key"
+        )
+    if tools is not None and not isinstance(tools, list):
+        raise DatasetError(
+            f"{place}: {config.tools_key} must be a list of schemas, got {type(tools).__name__}; or leave it out"
+        )
+    try:
+        return encode_training_conversation(
+            tokenizer, messages, tools, template_kwargs=config.apply_chat_template_kwargs or None
+        )
+    except TokenizationError as error:
+        raise DatasetError(f"{place}: {error}") from error
