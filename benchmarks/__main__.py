@@ -25,10 +25,14 @@ RUN_BY_ENGINES = {"sglang_server", "vllm_server"}
 """They need environments of their own; `engines` runs them where those are."""
 
 
+RUN_ALONE = {"learning"}
+"""They take half an hour: they run where they are named."""
+
+
 def main() -> int:
     """Run each module in a process of its own; the status is that of the worst."""
     known = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in NOT_BENCHMARKS)
-    names = sys.argv[1:] or [name for name in known if name not in RUN_BY_ENGINES]
+    names = sys.argv[1:] or [name for name in known if name not in RUN_BY_ENGINES | RUN_ALONE]
     unknown = [name for name in names if name not in known]
     if unknown:
         print(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
