@@ -187,3 +187,13 @@ async def test_tokens_of_an_older_policy_are_measured_and_not_warned_about(model
         metrics = observed(models["policy"], ran, configured(), version=4)
     assert metrics["training/rollout_log_probs_diff_mean"] > 0.1
     assert caplog.text == ""
+
+
+def test_a_trainer_without_numbers_is_no_agreement(caplog):
+    """Log-probabilities of the trainer that are NaN are warned about, not taken for a gap of nothing."""
+    trajectories = [segment((0, 7))]
+    batch = Batch.from_segments(segments_of(trajectories))
+    batch = batch.with_columns(old_log_probs=torch.full((batch.num_tokens,), float("nan")))
+    with caplog.at_level(logging.WARNING, logger="ostinato_trainer"):
+        LogProbGapWatch(configured()).observe(batch, trajectories, 7)
+    assert "differ by nan" in caplog.text

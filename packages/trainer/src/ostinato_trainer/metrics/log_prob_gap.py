@@ -126,7 +126,7 @@ class LogProbGapWatch:
                 "policy cannot be checked there; its capabilities, or `logprobs` of the sampling parameters, say why",
             )
         mean = gap.get("training/rollout_log_probs_diff_mean", 0.0)
-        if mean > _LARGEST_MEAN.get(self._dtype, 0.005):
+        if not mean <= _LARGEST_MEAN.get(self._dtype, 0.005):  # NaN is not
             self._say(*self._cause(mean, gap.get("training/rollout_log_probs_diff_max", 0.0)))
         return metrics
 
