@@ -31,8 +31,11 @@ def build_datasets(
     default_agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
 
     def schemas_of(row: Mapping[str, Any]) -> Sequence[dict] | None:
-        agent = agent_loop_class(row.get("agent_name") or default_agent)
-        return tools.registry.schemas(row_tool_selection(row)) if agent.needs_tools else None
+        if not agent_loop_class(row.get("agent_name") or default_agent).needs_tools:
+            return None
+        selected = row_tool_selection(row)  # a name that is not there is `check_row_names`' to refuse
+        known = None if selected is None else [name for name in selected if name in tools.registry]
+        return tools.registry.schemas(known)
 
     def rows(paths: Sequence[str], max_samples: int, name: str) -> PromptDataset:
         dataset = create_dataset(
