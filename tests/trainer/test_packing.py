@@ -69,7 +69,8 @@ def batch_of(lengths, *, positions=False):
 
 def alone(model, batch):
     """States of each sequence in a row of its own, by the attention that transformers chose."""
-    model.set_attn_implementation("sdpa")
+    if model.config._attn_implementation == PACKED_ATTENTION:
+        model.set_attn_implementation("sdpa")
     states = []
     for place in range(batch.num_sequences):
         one = batch.select([place])

@@ -47,7 +47,15 @@ def measured(output: Path) -> list[dict]:
 def of_tokens(record: Mapping[str, Any]) -> dict[str, Any]:
     """A step's metrics that follow from the tokens: not those of the clock, nor those of the sampler's log-probabilities, whose
     last digits depend on which requests were in a batch together."""
-    others = ("timing_", "perf/time", "perf/throughput", "perf/cpu_memory", "agent_loop/", "rollout_corr/", "training/rollout_")
+    others = (
+        "timing_",
+        "perf/time",
+        "perf/throughput",
+        "perf/cpu_memory",
+        "agent_loop/",
+        "rollout_corr/",
+        "training/rollout_",
+    )
     return {key: value for key, value in record.items() if not key.startswith(others)}
 
 
