@@ -17,7 +17,7 @@ check:
     uv run pyright
     uv run lint-imports
 
-# The default tests (about a quarter of an hour on two cores)
+# The default tests (about twenty minutes on two cores)
 test *ARGS:
     uv run pytest {{ARGS}}
 

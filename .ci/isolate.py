@@ -18,21 +18,7 @@ from xml.etree import ElementTree
 REPO = Path(__file__).resolve().parent.parent
 UV = os.environ.get("UV", "uv")  # `uv run` tells its children which uv it is
 PACKAGES = ("tokenization", "tools", "engines", "rollout", "agent_loop", "trainer")
-TESTED_EXTRAS = (
-    "transformers",
-    "mcp",
-    "zmq",
-    "serve",
-    "ray",
-    "mlflow",
-    "langgraph",
-    "gateway",
-    "math",
-    "lora",
-    "tensorboard",
-    "wandb",
-    "trackio",
-)
+TESTED_EXTRAS = ("transformers", "mcp", "zmq", "serve", "ray", "mlflow", "langgraph", "gateway", "math", "lora")
 TEST_REQUIREMENTS = ("pytest", "pytest-asyncio", "pytest-timeout", "hypothesis")
 # One torch for every environment, as in the lock: what is tested, not what is installed, should differ.
 TORCH = "torch==2.13.*"
