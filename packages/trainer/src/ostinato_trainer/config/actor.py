@@ -112,13 +112,3 @@ class ActorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Weight of the entropy bonus."""
     calculate_entropy: bool = False
     """Report the entropy of the policy even where entropy_coeff is 0, at the cost of computing it."""
-
-    @property
-    def clip_low(self) -> float:
-        """The clip range below one that applies."""
-        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
-
-    @property
-    def clip_high(self) -> float:
-        """The clip range above one that applies."""
-        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
