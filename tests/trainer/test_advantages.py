@@ -366,3 +366,13 @@ def test_bad_rewards_are_refused():
         grpo(torch.tensor([0.0, float("nan")]), torch.tensor([0, 0]))
     with pytest.raises(BatchError, match="vectors of one length"):
         rloo(torch.tensor([0.0, 1.0]), torch.tensor([0]))
+
+
+@pytest.mark.parametrize("returned", [None, [0.0, 0.0, 0.0], {"advantages": 1}])
+def test_an_own_estimator_that_returns_no_tensor_is_refused(returned):
+    """What is neither a tensor nor an Estimate gets an error that names the estimator and the type."""
+    kind = type(returned).__name__
+    register_advantage_estimator(f"{kind}_for_test")(lambda batch, options: returned)
+    batch = Batch.from_segments([segment("a", 1.0, mask=(1, 0))])
+    with pytest.raises(BatchError, match=f"'{kind}_for_test' must return a tensor or an Estimate, got {kind}"):
+        with_advantages(batch, f"{kind}_for_test")

@@ -334,3 +334,21 @@ def test_an_own_loss_comes_from_a_file(tmp_path):
     assert not needs_whole_trajectories(f"{file}:mine")
     with pytest.raises(AlgorithmError, match=r"policy_loss\.loss_mode.* must be an existing Python file"):
         policy_loss(f"{tmp_path}/none.py:mine")
+
+
+@pytest.mark.parametrize("what", ["tensor", "nothing", "sum", "column", "metric"])
+def test_an_own_loss_that_is_not_one_of_tokens_is_refused(what):
+    """A sum instead of one loss a token would be spread over the tokens; it and other types get an error that names the loss."""
+
+    def own(new, old, batch, options):
+        none = torch.zeros_like(new, dtype=torch.bool)
+        losses = {"sum": -new.sum(), "column": -new[:, None]}.get(what, -new)
+        kl = (old - new).mean() if what == "metric" else old - new
+        return {"tensor": -new, "nothing": None}.get(what, TokenLosses(losses, kl, none, none))
+
+    register_policy_loss(f"wrong_{what}_for_test")(own)
+    batch = Batch.from_segments([Segment([1], [2, 3], [1, 1], None, "g", "t", 1.0)])
+    batch = with_loss_weights(batch.with_columns(advantages=torch.ones(3, dtype=torch.float64)), "token-mean")
+    loss_fn = policy_loss_fn(OPTIONS, f"wrong_{what}_for_test")
+    with pytest.raises(AlgorithmError, match=f"wrong_{what}_for_test.* must "):
+        loss_fn(MicroBatchOutput(log_probs=torch.zeros(3, requires_grad=True), entropy=None), batch)

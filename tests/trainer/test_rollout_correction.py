@@ -123,7 +123,7 @@ def statistic(rule, ratios):
 @settings(deadline=None, max_examples=40)
 @given(rows=log_prob_rows())
 def test_rejection_is_its_loops(rule, rows):
-    """What a rule does not let pass loses its place in the loss, alone or with all of its trajectory; unknown tokens pass."""
+    """What a rule does not let pass loses its place in the loss, alone or with all of its trajectory; unknown tokens go with the latter only."""
     batch = batch_of(rows)
     threshold = "0.6_1.5" if rule.endswith("k1") else 0.4
     ratios, _ = known_of(rows)
@@ -136,23 +136,23 @@ def test_rejection_is_its_loops(rule, rows):
         RolloutCorrectionConfig(rollout_rs=rule, rollout_rs_threshold=threshold),
     )
     low, high = (math.log(0.6), math.log(1.5)) if rule.endswith("k1") else (-math.inf, 0.4)
-    mask, num_rejected, touched = [], 0, 0
+    mask, num_known_rejected, touched = [], 0, 0
     for row, segments in enumerate(rows):
         passes = [low <= value <= high for value in (statistic(rule, ratios[row]) if ratios[row] else [])]
-        num_rejected += passes.count(False)
+        num_known_rejected += passes.count(False)
         touched += False in passes
-        count = iter(passes)
+        count, whole = iter(passes), rule.startswith("token") or False not in passes
         for tokens in segments:
             mask.append(False)
-            mask += [bool(m) and (s is None or next(count)) for m, _, s in tokens]
+            mask += [bool(m) and (whole if s is None else next(count)) for m, _, s in tokens]
     assert corrected.loss_mask.tolist() == mask
     assert corrected.advantages is not None
     assert corrected.advantages.tolist() == [float(kept) for kept in mask]
     assert corrected.rollout_is_weights is None
-    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(num_rejected / batch.num_loss_tokens)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 - sum(mask) / batch.num_loss_tokens)
     num_trajectories = sum(1 for row in ratios if row)
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(touched / num_trajectories)
-    assert metrics[f"rollout_corr/rollout_rs_{rule}_masked_fraction"] == pytest.approx(num_rejected / num_known)
+    assert metrics[f"rollout_corr/rollout_rs_{rule}_masked_fraction"] == pytest.approx(num_known_rejected / num_known)
 
 
 @settings(deadline=None, max_examples=50)
@@ -276,3 +276,16 @@ def test_the_policy_s_log_probabilities_are_needed():
     """Without old_log_probs there is no ratio."""
     with pytest.raises(BatchError, match="old_log_probs must be set"):
         correct_rollout(batch_of([[[(1, -1.0, -1.0)]]]).with_columns(old_log_probs=None), RolloutCorrectionConfig())
+
+
+def test_a_rejected_trajectory_takes_its_unknown_tokens_along():
+    """By trajectory nothing of a rejected one is trained on, in none of its segments; by token, and in others, unknown tokens stay."""
+    far = [[(1, -1.0, -9.0), (1, -1.0, None)], [(1, -1.0, None)]]
+    batch = batch_of([far, [[(1, -1.0, -1.0), (1, -1.0, None)]]])
+    for rule, num_trained in (("seq_sum_k1", 2), ("token_k1", 4), ("token_k1,seq_mean_k3", 2)):
+        threshold = ",".join({"k1": "0.5_2.0", "k3": "0.5"}[name[-2:]] for name in rule.split(","))
+        corrected, metrics = correct_rollout(
+            batch, RolloutCorrectionConfig(rollout_rs=rule, rollout_rs_threshold=threshold)
+        )
+        assert corrected.num_loss_tokens == num_trained
+        assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 - num_trained / 5)

@@ -137,6 +137,10 @@ def with_advantages(batch: Batch, name: str, options: AdvantageOptions | None = 
     estimate = advantage_estimator(name)(batch, options or AdvantageOptions())
     if isinstance(estimate, Tensor):
         return batch.with_columns(advantages=_checked(estimate, batch, name, "advantages"))
+    if not isinstance(estimate, Estimate):
+        raise BatchError(
+            f"{name!r} must return a tensor or an Estimate, got {type(estimate).__name__}; fix the estimator"
+        )
     return batch.with_columns(
         advantages=_checked(estimate.advantages, batch, name, "advantages"),
         returns=_checked(estimate.returns, batch, name, "returns"),
@@ -257,7 +261,9 @@ def _on_tokens(batch: Batch, places: Tensor, values: Tensor) -> Tensor:
     return column
 
 
-def _checked(column: Tensor, batch: Batch, name: str, what: str) -> Tensor:
+def _checked(column: object, batch: Batch, name: str, what: str) -> Tensor:
+    if not isinstance(column, Tensor):
+        raise BatchError(f"{what} of {name!r} must be a tensor, got {type(column).__name__}; fix the estimator")
     if column.shape != batch.loss_mask.shape or not bool(torch.isfinite(column[batch.loss_mask]).all()):
         raise BatchError(
             f"{what} of {name!r} must be one finite number a token ({batch.num_tokens}), "

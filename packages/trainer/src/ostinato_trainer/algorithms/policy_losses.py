@@ -259,14 +259,14 @@ def policy_loss_fn(options: PolicyLossOptions, name: str = "vanilla") -> LossFn:
     The metrics are additive: those of the micro-batches sum to the mini-batch's.
 
     Raises:
-        AlgorithmError: the policy loss does not exist.
+        AlgorithmError: the policy loss does not exist; or, when it is called, returns something else than `TokenLosses` of [T].
     """
     token_loss = policy_loss(name)
 
     def loss_fn(output: MicroBatchOutput, batch: MicroBatch) -> LossOutput:
         new = _kept(output.log_probs, batch)
         old = new.detach() if batch.old_log_probs is None else _kept(batch.old_log_probs, batch).to(new.dtype)
-        tokens = token_loss(new, old, batch, options)
+        tokens = _checked(token_loss(new, old, batch, options), new, name)
         weights = batch.rollout_is_weights
         loss = aggregate(tokens.losses if weights is None else tokens.losses * weights.to(new.dtype), batch)
         metrics: dict[str, float | Tensor] = {
@@ -294,6 +294,21 @@ def policy_loss_fn(options: PolicyLossOptions, name: str = "vanilla") -> LossFn:
         return loss, metrics
 
     return loss_fn
+
+
+def _checked(tokens: object, log_probs: Tensor, name: str) -> TokenLosses:
+    """What a loss returned, one entry a token: a sum or a mean would be spread over the tokens without a word."""
+    if not isinstance(tokens, TokenLosses):
+        raise AlgorithmError(f"policy loss {name!r} must return TokenLosses, got {type(tokens).__name__}; fix the loss")
+    for column in ("losses", "kl", "clipped", "clipped_lower"):
+        shape = getattr(getattr(tokens, column), "shape", None)
+        if shape != log_probs.shape:
+            got = "no tensor" if shape is None else f"shape {list(shape)}"
+            raise AlgorithmError(
+                f"{column} of policy loss {name!r} must have shape {list(log_probs.shape)}, one entry a token, got {got}; "
+                "leave the mean to loss_agg_mode"
+            )
+    return tokens
 
 
 def _kept(values: Tensor, batch: MicroBatch) -> Tensor:

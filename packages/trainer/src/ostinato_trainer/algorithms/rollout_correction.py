@@ -7,7 +7,7 @@ you off-policy training"), the band (IcePop, Ring-1T, arXiv:2510.18855), rejecti
 Sequences are trajectories, however many segments they have.
 
 A trained token whose sampler log-probability is unknown (NaN) is never taken for a ratio of 1 in any figure: it is left out of all sums and
-means, keeps the weight 1, is not rejected by itself, and is counted in `rollout_corr/num_unknown_tokens`.
+means, keeps the weight 1, is rejected with its trajectory but not by itself, and is counted in `rollout_corr/num_unknown_tokens`.
 """
 
 from __future__ import annotations
@@ -63,14 +63,15 @@ def correct_rollout(batch: Batch, config: RolloutCorrectionConfig) -> tuple[Batc
         )
         metrics |= of_weights
     if rejections:
-        kept, of_rejection = _kept(tokens, rejections)
-        columns["loss_mask"] = batch.loss_mask.index_copy(0, tokens.places, kept)
+        kept, whole, of_rejection = _kept(tokens, rejections)
+        rejected = torch.zeros(batch.num_trajectories, dtype=torch.bool).index_copy(0, tokens.names, ~whole)
+        columns["loss_mask"] = batch.loss_mask.index_copy(0, tokens.places, kept) & ~rejected[batch.token_trajectory]
         for name in ("advantages", "values", "returns"):
             column = getattr(batch, name)
             if column is not None:
                 columns[name] = torch.where(columns["loss_mask"], column, 0.0)
         metrics |= of_rejection
-        metrics["rollout_rs_masked_fraction"] = float((~kept).sum()) / batch.num_loss_tokens
+        metrics["rollout_rs_masked_fraction"] = 1.0 - float(columns["loss_mask"].sum()) / batch.num_loss_tokens
     return batch.with_columns(**columns), _named(metrics)
 
 
@@ -92,6 +93,8 @@ class _KnownTokens:
     """int64 [K]; in the batch."""
     trajectory: Tensor
     """int64 [K], into [Q]."""
+    names: Tensor
+    """int64 [Q]; the batch's number of each trajectory."""
     counts: Tensor
     """float64 [Q]; tokens of each trajectory."""
     policy: Tensor
@@ -123,6 +126,7 @@ def _known_tokens(batch: Batch) -> _KnownTokens:
     return _KnownTokens(
         places=places,
         trajectory=trajectory,
+        names=names,
         counts=torch.bincount(trajectory, minlength=len(names)).to(torch.float64),
         policy=batch.old_log_probs[places].to(torch.float64),
         sampler=batch.rollout_log_probs[places].to(torch.float64),
@@ -184,9 +188,10 @@ def _importance_weights(tokens: _KnownTokens, config: RolloutCorrectionConfig) -
     return on_tokens, metrics
 
 
-def _kept(tokens: _KnownTokens, rejections: tuple[Rejection, ...]) -> tuple[Tensor, dict[str, float]]:
-    """bool [K], what every rule lets pass, and what each of them would mask."""
+def _kept(tokens: _KnownTokens, rejections: tuple[Rejection, ...]) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """bool [K], what every rule lets pass; bool [Q], the trajectories that those by trajectory let pass; what each would mask."""
     kept = torch.ones_like(tokens.places, dtype=torch.bool)
+    whole = torch.ones_like(tokens.names, dtype=torch.bool)
     metrics: dict[str, float] = {}
     for rule in rejections:
         value = _divergence(tokens.log_ratio, rule.kind)
@@ -198,6 +203,7 @@ def _kept(tokens: _KnownTokens, rejections: tuple[Rejection, ...]) -> tuple[Tens
         if rule.lower is not None:
             passes &= ~(value < math.log(rule.lower))
         if rule.level != "token":
+            whole &= passes
             passes = passes[tokens.trajectory]
         kept &= passes
         metrics |= {
@@ -207,7 +213,7 @@ def _kept(tokens: _KnownTokens, rejections: tuple[Rejection, ...]) -> tuple[Tens
             f"rollout_rs_{rule.name}_masked_fraction": float((~passes).to(torch.float64).mean()),
             f"rollout_rs_{rule.name}_seq_masked_fraction": _touched(tokens, ~passes),
         }
-    return kept, metrics | {"rollout_rs_seq_masked_fraction": _touched(tokens, ~kept)}
+    return kept, whole, metrics | {"rollout_rs_seq_masked_fraction": _touched(tokens, ~kept)}
 
 
 def _touched(tokens: _KnownTokens, masked: Tensor) -> float:
