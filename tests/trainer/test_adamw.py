@@ -67,6 +67,20 @@ def test_moments_of_other_parameters_are_refused_and_change_nothing():
     assert optimizer.num_steps == 1
 
 
+def test_a_parameter_that_no_loss_depended_on_has_no_moments_and_none_are_asked_for():
+    """What was saved with one parameter untouched is loaded, and the others have their moments back."""
+    optimizer = make()
+    optimizer.parameters["a"].grad = torch.ones(2, 3)
+    optimizer.step()
+    saved = {name: value.clone() for name, value in optimizer.moments().items()}
+    assert all(name.startswith("a.") for name in saved)
+    other = make()
+    step(other)
+    other.load(saved, num_steps=1, num_skipped=0)
+    assert same(other.moments(), saved)
+    assert not step(other).skipped
+
+
 def test_options_out_of_range_and_nothing_to_train_are_refused():
     """Each bad value is named; so is a model whose parameters are all frozen."""
     for bad in ({"lr": -1.0}, {"lr": float("nan")}, {"grad_clip": 0.0}, {"lr_scheduler_type": "step"}):

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from ostinato_trainer.backends.base import EntropyMode
 from ostinato_trainer.backends.causal_lm import CausalLM, load_causal_lm
@@ -92,6 +101,18 @@ def test_sixteen_bits_stay_near_whatever_the_layout(make, packed):
     assert (exact - rough).norm() <= 0.03 * exact.norm()
     assert (exact_gradient - rough_gradient).norm() <= 0.06 * exact_gradient.norm()
     assert not torch.equal(exact, rough)
+
+
+def test_a_cap_on_logits_is_kept_once_they_have_grown():
+    """A new model's logits are too small for their cap to show; it holds when training has made them large."""
+    torch.manual_seed(0)
+    config = Gemma2Config(**SHAPE, num_key_value_heads=1, head_dim=8, final_logit_softcapping=5.0)
+    model = Gemma2ForCausalLM(config).double()
+    wrapped, batch = CausalLM(model), batch_of([6, 3])
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(200)
+        found, _ = wrapped.log_probs(batch, batch.loss_mask, temperature=1.0)
+        assert torch.allclose(found, alone(model, batch, 1.0), rtol=0, atol=1e-12)
 
 
 def test_own_positions_are_used():

@@ -24,6 +24,7 @@ from transformers import (
     Qwen3Model,
 )
 
+from ostinato_trainer.backends import packing
 from ostinato_trainer.backends.packing import PACKED_ATTENTION, FlatModel, Layout, packed_attention
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError
@@ -198,3 +199,40 @@ def test_an_attention_that_is_not_plain_is_refused_by_name():
     for bad in ({"softcap": 30.0}, {"s_aux": states}, {"dropout": 0.1}, {"is_causal": False}):
         with pytest.raises(BackendError, match=f"plain causal attention, got {next(iter(bad))}"):
             packed_attention(module, states, states, states, None, **lengths, **bad)
+
+
+def test_rotations_that_depend_on_the_longest_sequence_are_said(caplog):
+    """Positions whose frequencies change with a neighbour's length are warned about, plain ones are not."""
+    moving = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    FlatModel(make(lambda: LlamaModel(LlamaConfig(**SHAPE, rope_parameters=moving))))
+    assert "rotary positions of kind dynamic" in caplog.text
+    caplog.clear()
+    FlatModel(make(PACKED["llama"]))
+    assert "rotary" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "window"])
+def test_where_key_heads_cannot_be_shared_each_head_has_its_own(monkeypatch, kind):
+    """As on CUDA outside flash attention, torch is handed as many key heads as heads; answers and gradients are the same."""
+    batch, attention = batch_of([6, 2, 5]), packing.functional.scaled_dot_product_attention
+
+    def answer():
+        model, seen = make(PACKED[kind]), []
+        flat = FlatModel(model)
+
+        def spy(query, key, value, **options):
+            seen.append((key.shape[1] == value.shape[1] == query.shape[1], options["enable_gqa"]))
+            return attention(query, key, value, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(packing.functional, "scaled_dot_product_attention", spy)
+            states = flat(batch)
+        states.square().sum().backward()
+        return [states.detach(), *(value.grad for value in model.parameters())], set(seen)
+
+    shared, seen = answer()
+    assert seen == {(False, True)}
+    monkeypatch.setattr(packing, "CUDA", "cpu")
+    own, seen = answer()
+    assert seen == {(True, False)}
+    torch.testing.assert_close(own, shared, rtol=1e-12, atol=1e-12)

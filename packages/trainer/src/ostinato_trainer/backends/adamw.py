@@ -116,11 +116,14 @@ class AdamW:
     def check_moments(self, moments: Mapping[str, Tensor], *, source: str | Path) -> None:
         """Raises CheckpointError where `moments`, read from `source`, are not those of these parameters."""
         expected: dict[str, tuple[int, ...]] = {}
-        for name, parameter in self.parameters.items():
-            shape = tuple(parameter.shape)
+        for name in self._stepped(moments):
+            shape = tuple(self.parameters[name].shape)
             expected |= {f"{name}.step": (), f"{name}.exp_avg": shape, f"{name}.exp_avg_sq": shape}
-        if moments:
-            check_matches(source, moments, expected)
+        check_matches(source, moments, expected)
+
+    def _stepped(self, moments: Mapping[str, Tensor]) -> list[str]:
+        """Parameters that have moments: one that no loss has depended on yet has none."""
+        return [name for name in self.parameters if any(f"{name}.{key}" in moments for key in _MOMENT_KEYS)]
 
     def load(
         self, moments: Mapping[str, Tensor], *, num_steps: int, num_skipped: int, source: str | Path = "memory"
@@ -132,9 +135,9 @@ class AdamW:
         """
         self.check_moments(moments, source=source)
         state = self._optimizer.state_dict()
+        positions = {name: position for position, name in enumerate(self.parameters)}
         state["state"] = {
-            position: {key: moments[f"{name}.{key}"] for key in _MOMENT_KEYS}
-            for position, name in enumerate(self.parameters if moments else ())
+            positions[name]: {key: moments[f"{name}.{key}"] for key in _MOMENT_KEYS} for name in self._stepped(moments)
         }
         self._optimizer.load_state_dict(state)
         self.clear_gradients()

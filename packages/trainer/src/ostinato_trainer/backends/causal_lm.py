@@ -61,7 +61,7 @@ class CausalLM:
         self._autocast = autocast
         self._head: nn.Module | None = model.get_output_embeddings()
         self._backbone: nn.Module = model.base_model
-        self._chunked = self._head is not None and self._backbone is not model and self._head_is_all()
+        self._chunked = self._head is not None and self._backbone is not model and self._head_is_all(self._head)
         self._compiled = compiled
         self._flat = FlatModel(
             self._backbone if self._chunked else model,
@@ -169,23 +169,38 @@ class CausalLM:
         """[S, hidden]: the states from which the tokens at the flat positions `tokens` (int64 [S]) are predicted."""
         return self._flat(batch).index_select(0, tokens - 1)
 
-    def _head_is_all(self) -> bool:
-        """Whether the logits are the output layer's and nothing more: some models scale or cap them afterwards."""
+    def _head_is_all(self, head: nn.Module) -> bool:
+        """Whether the logits are the output layer's and nothing more: some models scale or cap them afterwards.
+
+        Large numbers stand in for the layer's answer, so that what happens to logits shows however small a new model's are.
+        """
         probe = torch.arange(min(4, self.vocab_size), device=self.device).unsqueeze(0)
-        with torch.no_grad(), self._precision():
-            try:
+        asked: list[Tensor] = []
+        stand_ins: list[Tensor] = []
+
+        def stand_in(_: nn.Module, inputs: tuple[Tensor, ...], answer: Tensor) -> Tensor:
+            asked.append(inputs[0])
+            stand_ins.append(torch.linspace(-1e3, 1e3, answer.numel(), device=answer.device).view_as(answer).to(answer))
+            return stand_ins[-1]
+
+        hook = head.register_forward_hook(stand_in)
+        try:
+            with torch.no_grad(), self._precision():
                 logits = self.model(input_ids=probe, use_cache=False).logits
                 states = self._backbone(input_ids=probe, use_cache=False).last_hidden_state
-                rebuilt = self._head(states) if self._head is not None else states
-            except (AttributeError, TypeError, RuntimeError) as error:
-                _logger.warning(
-                    "The model does not expose its hidden states (%s); whole logits are kept in memory", error
-                )
-                return False
-        alike = logits.shape == rebuilt.shape and torch.allclose(logits.float(), rebuilt.float(), rtol=1e-3, atol=1e-4)
+        except (AttributeError, TypeError, RuntimeError) as error:
+            _logger.warning("The model does not expose its hidden states (%s); whole logits are kept in memory", error)
+            return False
+        finally:
+            hook.remove()
+        alike = len(asked) == 1 and _alike(asked[0], states) and _alike(stand_ins[0], logits)
         if not alike:
             _logger.warning("The model changes its logits after the output layer; whole logits are kept in memory")
         return alike
+
+
+def _alike(left: Tensor, right: Tensor) -> bool:
+    return left.shape == right.shape and torch.allclose(left.float(), right.float(), rtol=1e-3, atol=1e-4)
 
 
 def _as_it_is(logits: Tensor) -> Tensor:

@@ -85,6 +85,14 @@ class FlatModel:
             self._pack_if_possible()
         if compiled:
             _compile_layers(model)
+        kinds = sorted(_moving_rotations(model))
+        if kinds:
+            _logger.warning(
+                "%s has rotary positions of kind %s, which depend on the longest sequence of a forward pass: where one is longer than the "
+                "model's original context, its neighbours' log-probabilities change with it; keep sequences below it",
+                type(model).__name__,
+                ", ".join(kinds),
+            )
         as_asked = remove_padding is (self.layout is Layout.PACKED)
         level = logging.INFO if as_asked else logging.WARNING
         _logger.log(level, "%s runs %s: %s", type(model).__name__, self.layout, self.reason)
@@ -222,7 +230,14 @@ def packed_attention(
 def _by_sequence(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
-    """[1, heads, T, width]: one call of torch's attention a sequence, so that no mask of T x T exists."""
+    """[1, heads, T, width]: one call of torch's attention a sequence, so that no mask of T x T exists.
+
+    On CUDA only flash attention (16 bits, no mask) takes fewer key heads than heads: anything else torch would compute by whole tables of
+    scores, so there each head gets its own.
+    """
+    shares = query.device.type != CUDA
+    if not shares:
+        key, value = (_for_every_head(states, query.shape[1]) for states in (key, value))
     lengths = starts.diff().tolist()
     parts = []
     for one_query, one_key, one_value in zip(
@@ -232,7 +247,7 @@ def _by_sequence(
         band = None if window is None or window >= length else _band(length, window, query.device)
         parts.append(
             functional.scaled_dot_product_attention(
-                one_query, one_key, one_value, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=True
+                one_query, one_key, one_value, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=shares
             )
         )
     return torch.cat(parts, dim=2)
@@ -249,9 +264,14 @@ def _varlen(
     if groups > 1 and _VARLEN_GROUPS:
         extra["enable_gqa"] = True
     elif groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        key, value = (_for_every_head(states, query.shape[1]) for states in (key, value))
     left = -1 if window is None else window - 1
     return _VARLEN(query, key, value, starts, starts, longest, longest, scale=scaling, window_size=(left, 0), **extra)
+
+
+def _for_every_head(states: Tensor, num_heads: int) -> Tensor:
+    """Keys or values, each of their heads (dimension 1) as often as heads ask for it."""
+    return states.repeat_interleave(num_heads // states.shape[1], dim=1)
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
@@ -334,6 +354,13 @@ def _obstacle(model: Any) -> str | None:
         return "its attention does not follow the contract of flash attention"
     kinds = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     return f"it has layers of kind {', '.join(sorted(kinds))}" if kinds else None
+
+
+def _moving_rotations(model: Any) -> set[str]:
+    """Kinds of rotary positions in a model whose frequencies `transformers` chooses by the longest sequence at hand."""
+    given = getattr(getattr(model, "config", None), "rope_parameters", None) or {}
+    kinds = {str(value.get("rope_type")) for value in (given, *given.values()) if isinstance(value, dict)}
+    return kinds & {"dynamic", "longrope"}
 
 
 def _probe_batch(model: Any) -> Batch:

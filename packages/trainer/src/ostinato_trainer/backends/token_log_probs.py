@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from ostinato_engines.device import CUDA, HOST
@@ -26,6 +27,9 @@ _CHUNK_ELEMENTS_ELSEWHERE: Final = 2**28
 _KEPT_ELEMENTS: Final = {HOST: 2**25}
 _KEPT_ELEMENTS_ELSEWHERE: Final = 2**30
 """Logits that may wait for the backward pass; those of further chunks are computed again."""
+
+_ADDS_MIXED: Final = TorchVersion(torch.__version__) >= "2.10"
+"""Whether `addmm` on CUDA adds a 16-bit product to a float32 sum; 2.8 and 2.9 know the argument, but want the sum in 16 bits."""
 
 Head = Callable[[Tensor], Tensor]
 """From hidden states [n, hidden] to logits [n, vocabulary]."""
@@ -195,7 +199,7 @@ def _add_product(total: Tensor, gradient: Tensor, states: Tensor) -> None:
     """Adds gradient^T @ states to `total`, summing in its precision: [vocabulary, hidden]."""
     if states.dtype == total.dtype:
         total.addmm_(gradient.T, states)
-    elif total.device.type == CUDA and hasattr(torch.ops.aten.addmm, "dtype_out"):
+    elif total.device.type == CUDA and _ADDS_MIXED:
         torch.addmm(total, gradient.to(states.dtype).T, states, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(gradient.T, states.to(total.dtype))
