@@ -1,0 +1,134 @@
+"""`RankHost`: what stands inside a rank's process or actor: it joins the others, builds the backend and answers `RankWorkers.call`.
+
+It knows nothing of how calls arrive. Weights are handed out one list at a time, because a call is what all ranks do together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
+
+from ostinato_engines import WeightManifest
+from ostinato_trainer.backends.base import EntropyMode, LossFn, OptimizerStats
+from ostinato_trainer.backends.ranks.base import RankAddress, RankBackend, RankFactory, RankPlace
+from ostinato_trainer.batch import Batch
+from ostinato_trainer.errors import BackendError
+
+
+class RankHost:
+    """One rank.
+
+    Args:
+        address: Where to join. This process must not have joined a process group before.
+        factory: Builds the backend.
+
+    Raises:
+        BackendError: the ranks did not meet in time, or what the factory raises.
+    """
+
+    def __init__(self, address: RankAddress, factory: RankFactory) -> None:
+        device = join(address)
+        self._backend: RankBackend = factory(address, device)
+        self._weights: Iterator[list[tuple[str, Tensor]]] | None = None
+
+    def place(self) -> RankPlace:
+        """The rank's part in the layout."""
+        return self._backend.place
+
+    def pads_sequences(self) -> bool:
+        """See `RankBackend.pads_sequences`."""
+        return self._backend.pads_sequences
+
+    def policy_version(self) -> int:
+        """Optimizer steps that changed the weights."""
+        return self._backend.policy_version
+
+    def forward_backward(
+        self, micro_batches: Sequence[Batch], loss_fn: LossFn, temperature: float, entropy: EntropyMode
+    ) -> dict[str, float]:
+        """See `RankBackend.forward_backward`."""
+        return self._backend.forward_backward(micro_batches, loss_fn, temperature=temperature, entropy=entropy)
+
+    def log_probs(
+        self, micro_batches: Sequence[Batch], temperature: float, reference: bool, loss_tokens_only: bool
+    ) -> list[Tensor]:
+        """See `RankBackend.log_probs`; a rank that does not report answers with nothing."""
+        results = self._backend.log_probs(
+            micro_batches, temperature=temperature, reference=reference, loss_tokens_only=loss_tokens_only
+        )
+        return results if self._backend.place.reports else []
+
+    def optimizer_step(self) -> OptimizerStats:
+        """See `RankBackend.optimizer_step`."""
+        return self._backend.optimizer_step()
+
+    def manifest(self, version: int) -> WeightManifest:
+        """See `RankBackend.manifest`."""
+        return self._backend.manifest(version)
+
+    def open_weights(self) -> None:
+        """Begins a stream of the weights; one that was not read to its end is given up."""
+        self._weights = self._backend.weights()
+
+    def next_weights(self) -> list[tuple[str, Tensor]] | None:
+        """The next tensors of the stream that was opened, empty except on rank 0; None after the last, on all ranks alike.
+
+        Raises:
+            BackendError: no stream is open.
+        """
+        if self._weights is None:
+            raise BackendError("weights must be opened before they are read, got a read alone; call open_weights first")
+        tensors = next(self._weights, None)
+        if tensors is None:
+            self._weights = None
+        return tensors
+
+    def save(self, directory: Path) -> None:
+        """See `RankBackend.save`."""
+        self._backend.save(directory)
+
+    def load(self, directory: Path) -> None:
+        """See `RankBackend.load`."""
+        self._backend.load(directory)
+
+    def save_hf(self, directory: Path) -> None:
+        """See `RankBackend.save_hf`."""
+        self._backend.save_hf(directory)
+
+
+def join(address: RankAddress) -> torch.device:
+    """Joins the default process group, gloo or nccl by the device, and returns the device.
+
+    Raises:
+        BackendError: the others did not come in time.
+    """
+    device = torch.device(address.device)
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(device)
+    elif address.interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = address.interface
+    timeout = timedelta(seconds=address.timeout_s)
+    try:
+        store = TCPStore(address.store_host, address.store_port, is_master=False, timeout=timeout)
+        dist.init_process_group(
+            "nccl" if on_cuda else "gloo",
+            store=PrefixStore("ranks", store),
+            rank=address.rank,
+            world_size=address.world_size,
+            timeout=timeout,
+            device_id=device if on_cuda else None,
+        )
+    except (RuntimeError, ValueError) as error:  # torch's DistError and DistStoreError are RuntimeErrors
+        raise BackendError(
+            f"rank {address.rank} of {address.world_size} must meet the others at {address.store_host}:{address.store_port} "
+            f"within {address.timeout_s:g} s, got {error}; look at the first error of another rank"
+        ) from error
+    return device
