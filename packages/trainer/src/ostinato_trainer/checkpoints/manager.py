@@ -24,6 +24,7 @@ from typing import Final
 from safetensors import SafetensorError
 
 from ostinato_trainer.checkpoints.inventory import check_complete, flush, read_inventory, seal
+from ostinato_trainer.checkpoints.whole_folder import share_files
 from ostinato_trainer.errors import CheckpointError
 
 __all__ = ["BEST", "LATEST", "CheckpointManager", "check_complete", "check_root", "writing_below"]
@@ -200,6 +201,47 @@ class CheckpointManager:
         finally:
             hidden.unlink(missing_ok=True)
         flush(self.root)
+
+    def write_files(self, write: Callable[[Path], None], *, last: str) -> None:
+        """Make or replace files and folders of the root, which is made where absent.
+
+        Args:
+            write: Fills the empty directory that it is given.
+            last: One of these files, there only while all the others are: by it readers tell that they are whole.
+
+        Raises:
+            CheckpointError: They could not be written; `last` is not there then if any of the others was replaced.
+        """
+        check_root(self.root)
+        hidden = self._hidden("writing", "files")
+        try:
+            hidden.mkdir(parents=True)
+            with writing_below(self.root):
+                self._own_root()
+                write(hidden)
+                share_files(hidden)
+                for path in [*hidden.rglob("*"), hidden]:
+                    flush(path)
+                (self.root / last).unlink(missing_ok=True)
+                flush(self.root)
+                for path in sorted(hidden.iterdir(), key=lambda path: path.name == last):
+                    target = self.root / path.name
+                    if target.is_dir():
+                        shutil.rmtree(target)
+                    path.rename(target)
+                flush(self.root)
+        finally:
+            _remove(hidden)
+
+    def hold(self) -> None:
+        """Make the root where absent and keep other runs from it until `close`.
+
+        Raises:
+            CheckpointError: It cannot be made, or is another run's.
+        """
+        check_root(self.root)
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._own_root()
 
     def _score(self, step: int) -> float | None:
         try:

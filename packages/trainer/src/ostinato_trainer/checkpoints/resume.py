@@ -19,8 +19,10 @@ from ostinato_tokenization import ChatTokenizer
 from ostinato_trainer.checkpoints.inventory import Inventory, check_complete
 from ostinato_trainer.checkpoints.manager import CheckpointManager
 from ostinato_trainer.checkpoints.run_state import RunState, read_run_state
-from ostinato_trainer.config import Config, TrainerConfig
+from ostinato_trainer.config import Config
 from ostinato_trainer.config.loading import to_yaml
+from ostinato_trainer.config.resuming import ResumeConfig
+from ostinato_trainer.config.sft import SftConfig
 from ostinato_trainer.errors import CheckpointError
 from ostinato_trainer.loggers.group import METRICS_FILE
 
@@ -47,6 +49,7 @@ _VOLATILE_OF_MODELS: Final = frozenset(
 
 _HARMLESS: Final = (
     "actor_rollout_ref.model.path",
+    "model.path",
     "actor_rollout_ref.rollout.trace",
     "data.train_files",
     "data.val_",
@@ -85,7 +88,7 @@ class ResumePoint:
         return self.state.step
 
 
-def resume_point(trainer: TrainerConfig, manager: CheckpointManager) -> ResumePoint | None:
+def resume_point(trainer: ResumeConfig, manager: CheckpointManager) -> ResumePoint | None:
     """The checkpoint to go on from, by `trainer.resume_mode`; None for a run from the beginning.
 
     Args:
@@ -109,17 +112,22 @@ def resume_point(trainer: TrainerConfig, manager: CheckpointManager) -> ResumePo
     return _newest_whole(manager)
 
 
-def check_same_run(point: ResumePoint, config: Config, tokenizer: ChatTokenizer) -> None:
+def check_same_run(point: ResumePoint, config: Config | SftConfig, tokenizer: ChatTokenizer) -> None:
     """Refuse a checkpoint of another model or tokenizer, and warn of settings that make another curve.
 
     Raises:
         CheckpointError: Naming what differs, and the key to change.
     """
     saved = point.directory / MODEL_FOLDER
-    given = Path(str(config.actor_rollout_ref.model.path)).expanduser()
+    model, key = (
+        (config.model, "model")
+        if isinstance(config, SftConfig)
+        else (config.actor_rollout_ref.model, "actor_rollout_ref.model")
+    )
+    given = Path(str(model.path)).expanduser()
     if (saved / "config.json").is_file() and (given / "config.json").is_file():
-        _check_same_model(saved, given)
-    _check_same_tokenizer(saved, given, tokenizer)
+        _check_same_model(saved, given, key)
+    _check_same_tokenizer(saved, given, tokenizer, key)
     if changed := changed_keys(point, config):
         logger.warning(
             "The run goes on from %s with other settings than it was begun with, so the curve is not that of a run that was never "
@@ -129,7 +137,7 @@ def check_same_run(point: ResumePoint, config: Config, tokenizer: ChatTokenizer)
         )
 
 
-def changed_keys(point: ResumePoint, config: Config) -> list[str]:
+def changed_keys(point: ResumePoint, config: Config | SftConfig) -> list[str]:
     """Sentences about keys whose values are not those that the checkpoint was written with, if they matter to the curve."""
     try:
         saved = dict(_flat(yaml.safe_load((point.directory / CONFIG_FILE).read_text(encoding="utf-8"))))
@@ -137,11 +145,12 @@ def changed_keys(point: ResumePoint, config: Config) -> list[str]:
         raise CheckpointError(
             f"{point.directory / CONFIG_FILE} must be readable, got {error}; resume from another step"
         ) from error
-    current, default = (dict(_flat(yaml.safe_load(to_yaml(each)))) for each in (config, Config()))
+    current, default = (dict(_flat(yaml.safe_load(to_yaml(each)))) for each in (config, type(config)()))
     saved = {
         key: value for key, value in default.items() if value != {}
     } | saved  # keys that were not yet known have their default
-    schedule_needs_length = config.actor_rollout_ref.actor.optim.lr_scheduler_type != "constant"
+    optim = config.optim if isinstance(config, SftConfig) else config.actor_rollout_ref.actor.optim
+    schedule_needs_length = optim.lr_scheduler_type != "constant"
     return [
         f"{key} is {current.get(key, 'absent')} instead of {saved.get(key, 'absent')}"
         for key in dict.fromkeys((*saved, *current))
@@ -242,7 +251,7 @@ def _read(directory: Path) -> ResumePoint:
     return ResumePoint(directory, inventory, state)
 
 
-def _check_same_model(saved: Path, given: Path) -> None:
+def _check_same_model(saved: Path, given: Path, key: str) -> None:
     """Compares what transformers makes of the two config.json, since saving rewrites one."""
     from transformers import AutoConfig
 
@@ -254,25 +263,26 @@ def _check_same_model(saved: Path, given: Path) -> None:
     for name in sorted({*saved_config, *given_config} - _VOLATILE_OF_MODELS):
         if saved_config.get(name) != given_config.get(name):
             raise CheckpointError(
-                f"actor_rollout_ref.model.path must name the model of {saved.parent}, but its {name} is {given_config.get(name)} "
+                f"{key}.path must name the model of {saved.parent}, but its {name} is {given_config.get(name)} "
                 f"instead of {saved_config.get(name)} in {given}; write the path of that model, or choose another "
                 "trainer.default_local_dir to begin anew"
             )
 
 
-def _check_same_tokenizer(saved: Path, given: Path, tokenizer: ChatTokenizer) -> None:
+def _check_same_tokenizer(saved: Path, given: Path, tokenizer: ChatTokenizer, key: str) -> None:
     name = "tokenizer.json"
     if not all((path / name).is_file() for path in (saved, given)):
         return
     if (saved / name).read_bytes() != (given / name).read_bytes():
         raise CheckpointError(
-            f"actor_rollout_ref.model.path must have the tokenizer of {saved.parent}, but {given / name} is another; "
+            f"{key}.path must have the tokenizer of {saved.parent}, but {given / name} is another; "
             "write the path of the model with that tokenizer, or choose another trainer.default_local_dir to begin anew"
         )
     if ChatTokenizer.from_pretrained(saved).template_hash != tokenizer.template_hash:
         logger.warning(
-            "The chat template is not that of %s, so prompts are others than before; see actor_rollout_ref.model.chat_template",
+            "The chat template is not that of %s, so prompts are others than before; see %s.chat_template",
             saved.parent,
+            key,
         )
 
 

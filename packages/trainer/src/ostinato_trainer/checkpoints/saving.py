@@ -26,11 +26,12 @@ from ostinato_trainer.errors import CheckpointError
 from ostinato_trainer.loggers.group import Loggers
 from ostinato_trainer.loop.parts import Critic
 
-__all__ = ["RunCheckpoints", "restore_run"]
+__all__ = ["POLICY_FOLDER", "RunCheckpoints", "restore_run", "write_run"]
 
 logger = logging.getLogger(__name__)
 
-_POLICY: Final = "actor"
+POLICY_FOLDER: Final = "actor"
+"""Of a checkpoint: weights, moments and counters of the model under training."""
 _CRITIC: Final = "critic"
 _GRACE_S: Final = 10.0
 """How long an interrupted run waits for the checkpoint that is being written."""
@@ -138,20 +139,36 @@ class RunCheckpoints:
         )
 
     def _writer(self, state: RunState, policy: Any, critic: _Saves | None) -> Callable[[Path], None]:
-        template = chat_template_text(self._config.actor_rollout_ref.model)
-        config = to_yaml(self._config)
+        template, config = chat_template_text(self._config.actor_rollout_ref.model), to_yaml(self._config)
 
         def write(directory: Path) -> None:
-            policy.save_hf(directory / MODEL_FOLDER)
-            if template is not None:
-                write_chat_template(directory / MODEL_FOLDER, template)
-            policy.save(directory / _POLICY)
+            write_run(directory, state, policy, template=template, config=config)
             if critic is not None:
                 critic.save(directory / _CRITIC)
-            state.write(directory)
-            (directory / CONFIG_FILE).write_text(config, encoding="utf-8")
 
         return write
+
+
+def write_run(directory: Path, state: RunState, policy: Any, *, template: str | None, config: str) -> None:
+    """Write what every checkpoint of a run holds.
+
+    Args:
+        directory: Of the checkpoint.
+        state: Of this moment.
+        policy: A model under training, or a copy, with `save` and `save_hf`.
+        template: The chat template that it was trained with, where that is not its own.
+        config: The whole tree as YAML.
+
+    Raises:
+        CheckpointError: A part's state is no plain data.
+        OSError, SafetensorError: The directory cannot be written.
+    """
+    policy.save_hf(directory / MODEL_FOLDER)
+    if template is not None:
+        write_chat_template(directory / MODEL_FOLDER, template)
+    policy.save(directory / POLICY_FOLDER)
+    state.write(directory)
+    (directory / CONFIG_FILE).write_text(config, encoding="utf-8")
 
 
 def restore_run(
@@ -169,7 +186,7 @@ def restore_run(
             "write the estimator of that run, or choose another trainer.default_local_dir to begin anew"
         )
     point.state.restore_parts(parts)
-    backend.load(point.directory / _POLICY)
+    backend.load(point.directory / POLICY_FOLDER)
     if critic is not None:
         critic.load(point.directory / _CRITIC)
 

@@ -14,6 +14,7 @@ from ostinato_trainer.config.actor import ActorConfig, ModelConfig, OptimConfig,
 from ostinato_trainer.config.algorithm import AlgorithmConfig, KLControlConfig, RolloutCorrectionConfig
 from ostinato_trainer.config.critic import CriticConfig, CriticModelConfig, CriticOptimConfig
 from ostinato_trainer.config.data import CustomClassConfig, DataConfig
+from ostinato_trainer.config.resuming import ResumeConfig
 from ostinato_trainer.config.reward import (
     CombineConfig,
     CustomRewardConfig,
@@ -74,7 +75,7 @@ class ActorRolloutRefConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Generation of trajectories."""
 
 
-class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TrainerConfig(ResumeConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The run (`trainer`)."""
 
     total_epochs: Annotated[int, Meta(ge=1)] = 30
@@ -119,17 +120,10 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Name of this run in loggers and paths."""
     default_local_dir: str | None = None
     """Folder of checkpoints and metrics; null means checkpoints/PROJECT_NAME/EXPERIMENT_NAME."""
-    max_ckpt_to_keep: Annotated[int, Meta(ge=1)] | None = None
-    """Newest checkpoints that are kept; null keeps all."""
     best_metric: str | None = None
     """A metric by its name, such as val-core/SOURCE/acc/mean@1: the checkpoint with the highest value is kept too."""
     async_save: bool = True
     """Write checkpoints while training goes on, from a copy in the host's memory, three times the weights; false waits for each."""
-    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """auto goes on from the newest whole checkpoint in default_local_dir, where there is one; disable begins anew, and refuses a folder that
-    has checkpoints; resume_path goes on from resume_from_path."""
-    resume_from_path: str | None = None
-    """A checkpoint, .../global_step_N, for resume_mode=resume_path."""
     seed: int = 1
     """Seed of the run; data and rollout take theirs from it where they have none."""
     device: str | None = None

@@ -109,11 +109,7 @@ def consistency_problems(config: Config) -> list[str]:
             f"worker, got {config.reward.timeout_s:g} and {rollout.agent.reward_timeout_s:g}; "
             f"write {_ROLLOUT}.agent.reward_timeout_s={10 * config.reward.timeout_s:g}"
         )
-    if config.trainer.resume_mode == "resume_path" and config.trainer.resume_from_path is None:
-        problems.append(
-            "trainer.resume_from_path must name a checkpoint while trainer.resume_mode is resume_path, got null; "
-            "write the folder global_step_N to go on from"
-        )
+    problems += config.trainer.resume_problems
     problems += sampling_problems(config)
     if len(set(config.trainer.logger)) < len(config.trainer.logger):
         names = ", ".join(config.trainer.logger)
