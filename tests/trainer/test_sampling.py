@@ -200,6 +200,39 @@ async def test_too_many_failures_end_the_run_with_their_cause() -> None:
         await world.sampling.aclose()
 
 
+@pytest.mark.parametrize("max_staleness", [0, 3])
+async def test_sampling_ahead_may_drop_what_each_step_may(max_staleness: int) -> None:
+    """Groups that fail while several steps are sampled at once count for all of those: what a run in turn bears, one ahead bears too."""
+
+    def reward(row: Mapping, outputs: Sequence[AgentLoopOutput]) -> float:
+        if row["index"] % 2:
+            raise ValueError("the judge is out")
+        return 1.0
+
+    world = World(f"trainer.max_staleness={max_staleness}", reward=reward, total_steps=4)
+    await world.serve(0)
+    rows = []
+    for step in (1, 2, 3, 4):
+        rows += rows_of(await world.sampling.next_step(step))
+        await world.serve(step)
+    assert rows == [0, 2, 4, 6, 8, 10, 0, 2]
+    await world.sampling.aclose()
+
+
+@pytest.mark.parametrize(("steps_left", "num_failed"), [(1, 3), (2, 5), (9, 7)])
+async def test_no_more_may_be_dropped_ahead_than_steps_are_left(steps_left: int, num_failed: int) -> None:
+    """Where every group fails, sampling ahead ends with the limit of the steps under way: no more than are left of the run."""
+
+    def reward(row: Mapping, outputs: Sequence[AgentLoopOutput]) -> float:
+        raise ValueError("the judge is out")
+
+    world = World("trainer.max_staleness=2", reward=reward, total_steps=steps_left)
+    await world.serve(0)
+    with pytest.raises(TrainingInterrupted, match=f"got {num_failed} failed"):
+        await world.sampling.next_step(1)
+    await world.sampling.aclose()
+
+
 async def test_a_smaller_group_may_be_kept() -> None:
     """With min_group_size 1 a group of which one trajectory has a reward is trained on, the failed one in its place."""
     calls: list[int] = []

@@ -121,24 +121,31 @@ class DropCounts(msgspec.Struct, frozen=True):
 
 
 class DropLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How many groups one step may drop before the run ends with an error."""
+    """How many groups may be dropped between two steps before the run ends with an error: so many for each step that is sampled meanwhile."""
 
     batch_size: int
     max_failed_batches: int
     max_num_gen_batches: int
     """0: no limit."""
 
-    def check(self, dropped: DropCounts, last_failure: str) -> None:
-        """Raise TrainingInterrupted where one step has dropped too many groups."""
+    def check(self, dropped: DropCounts, last_failure: str, *, num_steps: int = 1) -> None:
+        """Raise TrainingInterrupted where too many groups were dropped.
+
+        Args:
+            dropped: Since a step got its groups last.
+            last_failure: Where a group failed last, and why.
+            num_steps: Steps whose groups are under way; more than one where sampling goes ahead.
+        """
+        each = "" if num_steps == 1 else f" for each of {num_steps} steps that are sampled at once"
         kinds = f"{dropped.failed} failed, {dropped.filtered} filtered, {dropped.stale} stale"
-        if dropped.failed > self.max_failed_batches * self.batch_size:
+        if dropped.failed > self.max_failed_batches * self.batch_size * num_steps:
             raise TrainingInterrupted(
                 f"a step must find {self.batch_size} good groups while at most trainer.max_failed_batches="
-                f"{self.max_failed_batches} batches of groups fail, got {kinds}; the last one failed in"
+                f"{self.max_failed_batches} batches of groups fail{each}, got {kinds}; the last one failed in"
                 f" {last_failure or 'an unknown place'}; mend the cause, or raise the limit"
             )
-        if self.max_num_gen_batches and dropped.filtered > (self.max_num_gen_batches - 1) * self.batch_size:
+        if self.max_num_gen_batches and dropped.filtered > (self.max_num_gen_batches - 1) * self.batch_size * num_steps:
             raise TrainingInterrupted(
                 f"a step must find {self.batch_size} groups that differ in algorithm.filter_groups.metric within max_num_gen_batches="
-                f"{self.max_num_gen_batches} batches of prompts, got {kinds}; take easier or harder prompts, or raise the limit"
+                f"{self.max_num_gen_batches} batches of prompts{each}, got {kinds}; take easier or harder prompts, or raise the limit"
             )

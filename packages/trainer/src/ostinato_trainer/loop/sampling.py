@@ -124,6 +124,7 @@ class GroupSampling:
         self._stream: TrajectoryStream | None = None
         self._saved: StreamState[Mapping, Trajectory] | None = None
         self._first_step: int | None = None
+        self._steps_given = 0
         self._dropped = DropCounts()
 
     @property
@@ -138,6 +139,7 @@ class GroupSampling:
             TrainingInterrupted: Too many groups were dropped, or the rows came to an end.
             AlgorithmError: The metric of `filter_groups` is no number that the reward function gives.
         """
+        self._steps_given = step - 1
         stream = self._stream or self._open(step)
         batch = await stream.take_batch(self._batch_size)
         if not batch.trajectories:
@@ -146,7 +148,7 @@ class GroupSampling:
             )
         counts = DropCounts.of(stream.counts())
         metrics = {**batch.metrics, **counts.since(self._dropped).metrics(self._batch_size)}
-        self._dropped = counts
+        self._dropped, self._steps_given = counts, step
         if not self._max_staleness:
             await self.aclose()
         return msgspec.structs.replace(batch, metrics=metrics)
@@ -211,13 +213,15 @@ class GroupSampling:
         return self._stream
 
     def _bounded_rows(self) -> Iterator[Mapping]:
-        """The rows, until a step has dropped more groups than it may."""
+        """The rows, until more groups were dropped than may be."""
         while True:
             if self._stream is not None:
                 if self._filter.error is not None:
                     raise self._filter.error
                 dropped = DropCounts.of(self._stream.counts()).since(self._dropped)
-                self._limits.check(dropped, _last_failure(self._stream) or self._filter.last_failure)
+                failure = _last_failure(self._stream) or self._filter.last_failure
+                num_steps = min(self._max_staleness + 1, self._total_steps - self._steps_given)
+                self._limits.check(dropped, failure, num_steps=num_steps)
             yield next(self._rows)
 
 
