@@ -1,7 +1,7 @@
 """Replicas as actors of a Ray cluster.
 
 Ray decides where a process runs, starts it and notices its end; what is asked of it goes over the transport, so that no
-call of a conversation waits for Ray. What it is not: it starts no cluster, and makes no placement groups. Needs the extra `ray`.
+call of a conversation waits for Ray. Who goes where is its caller's business. Needs the extra `ray`.
 """
 
 from ostinato_rollout.ray_cluster.actors import (
@@ -12,6 +12,7 @@ from ostinato_rollout.ray_cluster.actors import (
     ClusterError,
     pickled,
 )
+from ostinato_rollout.ray_cluster.cluster import ClusterNode, cluster_nodes, connected, free, reserve
 from ostinato_rollout.ray_cluster.replica import RayReplica, ReplicaEndpoint, ReplicaReport
 
 __all__ = [
@@ -20,8 +21,13 @@ __all__ = [
     "ActorPlacement",
     "ActorProcess",
     "ClusterError",
+    "ClusterNode",
     "RayReplica",
     "ReplicaEndpoint",
     "ReplicaReport",
+    "cluster_nodes",
+    "connected",
+    "free",
     "pickled",
+    "reserve",
 ]

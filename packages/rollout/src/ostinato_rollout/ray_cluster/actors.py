@@ -185,7 +185,7 @@ class ActorProcess:
 
     def unplaced(self) -> str:
         """What it waits for before it is there, for people."""
-        return f"no place for {self._placement.text()}, while {_free_resources()} are free in the cluster"
+        return f"no place for {self._placement.text()}, while {free_resources()} are free in the cluster"
 
     async def ask(self, method: str, *arguments: Any) -> Any:
         """What a method of the body returns. Whoever goes meanwhile leaves it running there.
@@ -208,7 +208,7 @@ class ActorProcess:
             raise ClusterError(f"{method} of actor {self._body.__name__} must end well, got {error}") from error
         except RayError as error:
             kind = ActorLostError if isinstance(error, RayActorError) else ClusterError
-            raise kind(f"actor {self._body.__name__} must answer {method}, got that {_in_short(error)}") from error
+            raise kind(f"actor {self._body.__name__} must answer {method}, got that {ray_in_short(error)}") from error
 
     async def _watch(self) -> None:
         try:
@@ -251,7 +251,7 @@ async def _end_at(place: ActorPlace) -> None:
                 is_gone = await asyncio.wrap_future(task.remote(place.pid).future())
     # A node or a cluster that is gone has taken the process with it, or cannot be asked.
     except (RayError, TimeoutError, RuntimeError) as error:
-        logger.warning("process %d of node %s could not be ended: %s", place.pid, place.host, _in_short(error))
+        logger.warning("process %d of node %s could not be ended: %s", place.pid, place.host, ray_in_short(error))
         return
     if not is_gone:
         logger.warning("process %d of node %s has been killed, but is still there", place.pid, place.host)
@@ -292,7 +292,8 @@ def own_node() -> str:
     return ray.get_runtime_context().get_node_id()
 
 
-def _free_resources() -> str:
+def free_resources() -> str:
+    """What nobody has taken, for people."""
     try:
         free = ray.available_resources()
     except RayError as error:
@@ -300,7 +301,7 @@ def _free_resources() -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in sorted(free.items()) if ":" not in name) or "none"
 
 
-def _in_short(error: BaseException) -> str:
+def ray_in_short(error: BaseException) -> str:
     """Ray's words, which can be long: of a process that has ended, how that was."""
     text = " ".join(str(error).split())
     _, found, exit_type = text.partition("Worker exit type: ")

@@ -7,11 +7,9 @@ import re
 import shutil
 import signal
 import tempfile
-import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,10 +17,12 @@ import ray
 from ostinato_engines import SamplingParams, TokenOutput, WeightManifest
 from ostinato_engines.testing import ScriptedServer
 from ostinato_engines.testing.scripted import RecordedRequest
+from ostinato_rollout.ray_cluster.host_processes import descendants, is_running, wait_until_gone
 from ostinato_tokenization.testing import tiny_chat_tokenizer
 
+__all__ = ["CallingServer", "descendants", "is_running", "local_cluster", "wait_until_gone"]
+
 _STORE_BYTES = 80 << 20
-_END_S = 20.0
 _MAX_PATH = 40
 """Of the folder: the names of Ray's sockets in it are long, and a socket's path has at most 107 bytes."""
 
@@ -66,48 +66,6 @@ def local_cluster(*, num_cpus: int = 16, num_gpus: int = 0) -> Iterator[None]:
             os.kill(pid, signal.SIGKILL)
         shutil.rmtree(folder, ignore_errors=True)
         assert not left, f"no process must be left of the cluster, got {left}"
-
-
-def descendants(pid: int) -> set[int]:
-    """Processes that `pid` has started, and those that they have started."""
-    children: dict[int, list[int]] = {}
-    for child, (parent, _) in _processes().items():
-        children.setdefault(parent, []).append(child)
-    found: set[int] = set()
-    new = [pid]
-    while new:
-        new = [child for parent in new for child in children.get(parent, ())]
-        found.update(new)
-    return found
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process is there; one that has ended, though nobody has asked for its result yet, is not."""
-    return _processes().get(pid, (0, "Z"))[1] not in "ZX"
-
-
-def wait_until_gone(pids: set[int], timeout_s: float = _END_S) -> set[int]:
-    """Waits until processes have ended; those that have not within the deadline."""
-    deadline = time.monotonic() + timeout_s
-    while left := {pid for pid, (_, state) in _processes().items() if pid in pids and state not in "ZX"}:
-        if time.monotonic() > deadline:
-            return left
-        time.sleep(0.05)
-    return set()
-
-
-def _processes() -> dict[int, tuple[int, str]]:
-    """Parent and state of all processes."""
-    found = {}
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            state, parent, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has just ended
-            continue
-        found[int(folder.name)] = (int(parent), state)
-    return found
 
 
 class CallingServer(ScriptedServer):

@@ -1,0 +1,170 @@
+"""The cluster of a run: this process's connection to it, what it has, and places in it.
+
+Invariants: a cluster that was started here is gone when the context ends, with all its processes; one that was there before stays. Places
+are reserved whole or not at all, within a deadline. Knows nothing of who goes where.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from ostinato_rollout.ray_cluster.actors import ClusterError, free_resources, ray_in_short
+from ostinato_rollout.ray_cluster.host_processes import descendants, wait_until_gone
+
+logger = logging.getLogger(__name__)
+
+ADDRESS_VARIABLE = "RAY_ADDRESS"
+"""Where Ray's own tools, `ray job submit` among them, say which cluster to use."""
+_POLL_S = 0.5
+
+
+class ClusterNode(msgspec.Struct, frozen=True):
+    """A node that is there."""
+
+    node_id: str
+    host: str
+    resources: Mapping[str, float]
+    """All that it has, free or not, by Ray's names: CPU, GPU, and others that it was started with."""
+
+
+@contextlib.contextmanager
+def connected(
+    *,
+    address: str | None = None,
+    num_cpus: int | None = None,
+    runtime_env: Mapping[str, Any] | None = None,
+) -> Iterator[None]:
+    """This process connected to a cluster: the one that it is connected to already, the one at an address, or one that is started here.
+
+    Args:
+        address: Of a cluster; None: what RAY_ADDRESS says, and without that a cluster of this host alone, for as long as the context.
+        num_cpus: What a cluster that is started here says it has; None: this host's.
+        runtime_env: What processes of this run need, as Ray takes it (`working_dir`, `env_vars`, `pip`).
+
+    Raises:
+        ClusterError: There is no cluster at the address, or Ray does not take the settings.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    address = address or os.environ.get(ADDRESS_VARIABLE) or None
+    options: dict[str, Any] = {"address": "local" if address is None else address}
+    if address is None or address == "local":
+        options |= {"num_cpus": num_cpus, "include_dashboard": False}
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    elif num_cpus is not None:
+        raise ClusterError(
+            f"num_cpus must be left out for the cluster at {address}, which knows what it has, got {num_cpus}; remove it"
+        )
+    if runtime_env:
+        options["runtime_env"] = dict(runtime_env)
+    before, own = descendants(os.getpid()), None
+    try:
+        _init(options)
+        own = descendants(os.getpid()) - before
+        yield
+    finally:
+        _leave(descendants(os.getpid()) - before if own is None else own)
+
+
+def _init(options: Mapping[str, Any]) -> None:
+    try:
+        with _own_signals():
+            ray.init(**options, configure_logging=False)
+    except (ConnectionError, RayError, RuntimeError, ValueError, TypeError) as error:
+        raise ClusterError(
+            f"a cluster must be reached at {options['address']}, got {ray_in_short(error)}; check the address and the settings for Ray"
+        ) from error
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keeps what this process does on SIGTERM: Ray would end it with a status of its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _leave(own: set[int]) -> None:
+    """Disconnects, and sees to it that nothing is left of what that had started here."""
+    started = own.union(*map(descendants, own))
+    ray.shutdown()
+    for pid in wait_until_gone(started):
+        logger.warning("process %d of the local cluster had to be killed", pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def cluster_nodes() -> list[ClusterNode]:
+    """The nodes that are there, the one of this process first.
+
+    Raises:
+        ClusterError: The cluster does not answer.
+    """
+    try:
+        own = ray.get_runtime_context().get_node_id()
+        found = [
+            ClusterNode(node["NodeID"], node["NodeManagerAddress"], dict(node.get("Resources", {})))
+            for node in ray.nodes()
+            if node.get("Alive", node.get("alive"))
+        ]
+    except RayError as error:
+        raise ClusterError(
+            f"the cluster must say which nodes it has, got {ray_in_short(error)}; see `ray status`"
+        ) from error
+    return sorted(found, key=lambda node: node.node_id != own)
+
+
+async def reserve(bundles: Sequence[Mapping[str, float]], *, timeout_s: float) -> PlacementGroup:
+    """Bundles of one node, taken out of what is free; `free` gives them back. Also cancelled, it leaves none behind.
+
+    Raises:
+        ClusterError: There was no room within the deadline; the message says what is free.
+    """
+    group = placement_group([dict(bundle) for bundle in bundles], strategy="STRICT_PACK")
+    deadline = time.monotonic() + timeout_s
+    try:
+        while not await asyncio.to_thread(group.wait, _POLL_S):
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"{_bundles_text(bundles)} must be free on one node within {timeout_s:g} s, got {free_resources()} free in the whole cluster; "
+                    "wait for other runs to end, or ask for less"
+                )
+    except RayError as error:
+        raise ClusterError(
+            f"{_bundles_text(bundles)} must be reserved, got {ray_in_short(error)}; see `ray status`"
+        ) from error
+    except BaseException:
+        free(group)
+        raise
+    return group
+
+
+def free(group: PlacementGroup) -> None:
+    """Gives the bundles of a group back; actors that are still there are ended. A cluster that is gone has done so."""
+    with contextlib.suppress(RayError, RuntimeError, ValueError):
+        remove_placement_group(group)
+
+
+def _bundles_text(bundles: Sequence[Mapping[str, float]]) -> str:
+    total: dict[str, float] = {}
+    for bundle in bundles:
+        for name, amount in bundle.items():
+            total[name] = total.get(name, 0.0) + amount
+    return ", ".join(f"{amount:g} {name}" for name, amount in total.items())
