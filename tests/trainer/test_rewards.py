@@ -389,6 +389,21 @@ async def later(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+async def test_a_function_leaves_no_thread_behind() -> None:
+    """The threads in which a plain function is computed end when the rewards are closed."""
+    threads: list[threading.Thread] = []
+
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+        threads.append(threading.current_thread())
+        return 1.0
+
+    rewards = manager(compute_score)
+    assert (await rewards(ROW, ANSWER)).score == 1.0
+    await rewards.aclose()
+    await asyncio.to_thread(threads[0].join, 60.0)
+    assert not threads[0].is_alive()
+
+
 async def test_a_function_in_a_process_cannot_stop_the_loop(tmp_path: Path) -> None:
     """With `executor: process` a function that keeps the interpreter's lock stops neither loop nor deadline, and leaves nothing."""
     (tmp_path / "own.py").write_text(OWN)

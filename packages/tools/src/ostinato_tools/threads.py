@@ -17,16 +17,21 @@ from ostinato_tools.deadline import ToolGone
 
 MAX_THREADS = 512
 
+_Job = tuple[Future, Callable[[], Any]]
+_END: _Job = (Future(), lambda: None)
+"""What a thread ends at."""
+
 
 class DaemonThreads:
     """Runs functions in at most `max_threads` daemon threads; what comes beyond waits in order."""
 
     def __init__(self, max_threads: int = MAX_THREADS) -> None:
         self._max_threads = max_threads
-        self._queue: queue.SimpleQueue[tuple[Future, Callable[[], Any]]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
         self._num_threads = 0
+        self._is_closed = False
 
     async def run(self, function: Callable[[], Any]) -> Any:
         """Run `function()` in a thread that sees the caller's context variables.
@@ -35,8 +40,11 @@ class DaemonThreads:
 
         Raises:
             ToolGone: the function raised KeyboardInterrupt, which in a thread is nobody's key.
+            RuntimeError: the threads are closed.
             BaseException: what else it raised.
         """
+        if self._is_closed:
+            raise RuntimeError("threads must be open to run something, got closed ones; make others")
         context = contextvars.copy_context()
         future: Future = Future()
         self._queue.put((future, lambda: _capture(context, function)))
@@ -47,6 +55,14 @@ class DaemonThreads:
         if error is not None:
             raise error
         return value
+
+    def close(self) -> None:
+        """Let each thread end once the calls before this have ended; one that hangs stays."""
+        with self._lock:
+            self._is_closed = True
+            num_threads, self._num_threads = self._num_threads, 0
+        for _ in range(num_threads):
+            self._queue.put(_END)
 
     def _grow(self) -> None:
         if self._idle.acquire(blocking=False):
@@ -60,8 +76,8 @@ class DaemonThreads:
 
     def _work(self) -> None:
         job = self._next()
-        while True:
-            future, function = job or self._queue.get()
+        while (job := job or self._queue.get()) is not _END:
+            future, function = job
             is_wanted = future.set_running_or_notify_cancel()
             result = function() if is_wanted else None
             del function
@@ -71,7 +87,7 @@ class DaemonThreads:
                 future.set_result(result)
             del future, result  # hold nothing of a finished call while waiting for the next
 
-    def _next(self) -> tuple[Future, Callable[[], Any]] | None:
+    def _next(self) -> _Job | None:
         try:
             return self._queue.get_nowait()
         except queue.Empty:

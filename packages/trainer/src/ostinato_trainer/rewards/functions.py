@@ -112,7 +112,8 @@ class _InThisProcess:
             ) from gone
 
     async def aclose(self) -> None:
-        """Nothing to free: the threads are daemons."""
+        """Let the threads end; one that hangs is a daemon and stays behind."""
+        self._threads.close()
 
     async def _called(self, arguments: Mapping[str, Any]) -> Any:
         with failing_as(self.name):
