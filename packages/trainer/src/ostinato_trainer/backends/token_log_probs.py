@@ -2,16 +2,19 @@
 
 The logits of a micro-batch never exist at once: beyond a fixed number of them, each chunk's are thrown away in the
 forward pass and computed again in the backward pass, so memory does not grow with tokens x vocabulary. The softmax is taken in float32 (float64 for a
-float64 model), whatever the model computes in, and so is the sum of the output layer's gradient over chunks.
+float64 model), whatever the model computes in, and so is the sum of the output layer's gradient over chunks. Where ranks split the vocabulary,
+each computes the logits of its own part, and only a few numbers a token go between them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -66,21 +69,110 @@ def chosen_log_probs(
         Two vectors [S]; the second is None where it was not asked for.
     """
     kind = hidden.device.type
-    size = chunk_tokens or max(1, _CHUNK_ELEMENTS.get(kind, _CHUNK_ELEMENTS_ELSEWHERE) // vocab_size)
+    size = chunk_tokens or _chunk_tokens(kind, vocab_size)
     if isinstance(head, nn.Linear) and _is_plain(head):
-        num_kept = _KEPT_ELEMENTS.get(kind, _KEPT_ELEMENTS_ELSEWHERE) // (size * vocab_size)
-        settings = _Settings(1 / temperature, entropy, size, num_kept, compiled)
+        settings = _Settings(1 / temperature, entropy, size, _kept_chunks(kind, size, vocab_size), compiled)
         chosen, spread = _LinearHead.apply(hidden, head.weight, head.bias, targets, settings)
     else:
         chosen, spread = _any_head(hidden, targets, head, temperature, entropy, size)
     return chosen, None if entropy is EntropyMode.OFF else spread
 
 
+@dataclass(frozen=True)
+class VocabularyShard:
+    """A rank's part of a vocabulary that the ranks of a group split: ids `first` to `first + width`, `width` being the rows of its weight."""
+
+    group: dist.ProcessGroup
+    first: int
+
+    def sum(self, values: Tensor) -> None:
+        """Adds up `values` over the ranks, in place."""
+        dist.all_reduce(values, group=self.group)
+
+    def places(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Where each target stands in this part (int64 [n], any place where it does not), and whether it does (bool [n])."""
+        places = targets - self.first
+        return places.clamp(0, width - 1), (places >= 0) & (places < width)
+
+    def summary(
+        self, logits: Tensor, targets: Tensor, scale: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As `_summary`, of logits [n, width] of this part; equal on all ranks."""
+        logits = _scaled(logits, torch.promote_types(logits.dtype, torch.float32), scale)
+        largest = logits.amax(-1)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        weights = (logits - largest.unsqueeze(-1)).exp()
+        places, held = self.places(targets, logits.shape[-1])
+        of_target = logits.gather(-1, places.unsqueeze(-1)).squeeze(-1).masked_fill(~held, 0.0)
+        sums = [weights.sum(-1), of_target]
+        if with_entropy:
+            sums.append((weights * logits).sum(-1))
+        total, of_target, *mean = (summed := torch.stack(sums)).unbind()
+        self.sum(summed)
+        normalizer = largest + total.log()
+        return of_target - normalizer, normalizer, normalizer - mean[0] / total if mean else None
+
+    def gradient(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        scale: float,
+        normalizer: Tensor,
+        of_chosen: Tensor,
+        entropies: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """As `_gradient`, by the logits [n, width] of this part."""
+        places, held = self.places(targets, logits.shape[-1])
+        of_target = of_chosen.masked_fill(~held, 0.0)
+        return _gradient(logits, places, scale, normalizer, of_chosen, entropies, of_target=of_target)
+
+
+def chosen_log_probs_of_shard(
+    hidden: Tensor,
+    targets: Tensor,
+    weight: Tensor,
+    *,
+    shard: VocabularyShard,
+    temperature: float = 1.0,
+    entropy: EntropyMode = EntropyMode.OFF,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As `chosen_log_probs`, for an output layer that is split over ranks; all of them call it with the same hidden states and targets.
+
+    The gradient by the hidden states is that of the whole vocabulary on every rank; the one by the weight is of its own rows.
+
+    Args:
+        hidden: float [S, hidden].
+        targets: int64 [S], of the whole vocabulary.
+        weight: float [width, hidden], the rows of this rank.
+        shard: Which rows they are.
+        temperature: Divides the logits; above 0.
+        entropy: Whether to compute it, and whether gradients flow through it.
+        chunk_tokens: As there, of this rank's logits.
+    """
+    kind, width = hidden.device.type, weight.shape[0]
+    size = chunk_tokens or _chunk_tokens(kind, width)
+    settings = _Settings(1 / temperature, entropy, size, _kept_chunks(kind, size, width), False, shard)
+    chosen, spread = _LinearHead.apply(hidden, weight, None, targets, settings)
+    return chosen, None if entropy is EntropyMode.OFF else spread
+
+
 class _Settings:
     """How `_LinearHead` works; opaque to autograd."""
 
-    def __init__(self, scale: float, entropy: EntropyMode, size: int, num_kept: int, compiled: bool) -> None:
-        self.scale, self.entropy, self.size, self.num_kept = scale, entropy, size, num_kept
+    def __init__(
+        self,
+        scale: float,
+        entropy: EntropyMode,
+        size: int,
+        num_kept: int,
+        compiled: bool,
+        shard: VocabularyShard | None = None,
+    ) -> None:
+        self.scale, self.entropy, self.size, self.num_kept, self.shard = scale, entropy, size, num_kept, shard
+        if shard is not None:
+            self.summary, self.gradient = shard.summary, shard.gradient
+            return
         self.summary = _compiled(_summary) if compiled else _summary
         self.gradient = _compiled(_gradient) if compiled else _gradient
 
@@ -144,6 +236,8 @@ class _LinearHead(torch.autograd.Function):
                     _add_product(grad_weight, gradient, states)
                 if grad_hidden is not None:
                     grad_hidden[part] = (gradient.to(compute) @ table).to(grad_hidden.dtype)
+        if grad_hidden is not None and settings.shard is not None:
+            settings.shard.sum(grad_hidden)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -170,6 +264,8 @@ def _gradient(
     normalizer: Tensor,
     of_chosen: Tensor,
     entropies: tuple[Tensor, Tensor] | None,
+    *,
+    of_target: Tensor | None = None,
 ) -> Tensor:
     """[n, vocabulary]: the gradient by the logits, before the temperature.
 
@@ -180,6 +276,7 @@ def _gradient(
         normalizer: [n], of the scaled logits.
         of_chosen: [n], the gradient by the log-probabilities.
         entropies: The gradient by the entropies, and the entropies, each [n].
+        of_target: [n], what of it goes to the targets' own logits; all of it by default.
     """
     shifted = _scaled(logits, normalizer.dtype, scale) - normalizer.unsqueeze(-1)
     weights = -of_chosen.unsqueeze(-1)
@@ -187,7 +284,8 @@ def _gradient(
         of_spread, spread = entropies
         weights = weights - of_spread.unsqueeze(-1) * (shifted + spread.unsqueeze(-1))
     gradient = shifted.exp() * weights
-    return _scaled(gradient.scatter_add_(-1, targets.unsqueeze(-1), of_chosen.unsqueeze(-1)), gradient.dtype, scale)
+    of_target = of_chosen if of_target is None else of_target
+    return _scaled(gradient.scatter_add_(-1, targets.unsqueeze(-1), of_target.unsqueeze(-1)), gradient.dtype, scale)
 
 
 def _scaled(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
@@ -227,6 +325,16 @@ def _any_head(
 def _is_plain(layer: nn.Linear) -> bool:
     """Whether calling the layer does nothing but what its weight and bias say."""
     return type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks
+
+
+def _chunk_tokens(kind: str, vocab_size: int) -> int:
+    """Targets of one chunk on a device of the kind."""
+    return max(1, _CHUNK_ELEMENTS.get(kind, _CHUNK_ELEMENTS_ELSEWHERE) // vocab_size)
+
+
+def _kept_chunks(kind: str, size: int, vocab_size: int) -> int:
+    """Chunks of `size` targets whose logits may be kept."""
+    return _KEPT_ELEMENTS.get(kind, _KEPT_ELEMENTS_ELSEWHERE) // (size * vocab_size)
 
 
 def _chunks(count: int, size: int) -> list[slice]:
