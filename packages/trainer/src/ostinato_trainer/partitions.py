@@ -134,6 +134,61 @@ def chunks_of_owners(
     return chunks
 
 
+def deal_to_ranks(
+    parts: Sequence[Sequence[int]],
+    owners: Sequence[int],
+    num_ranks: int,
+    cost: Callable[[Sequence[int]], float],
+) -> list[list[list[int]]]:
+    """Deals micro-batches out to ranks that work in rounds, one micro-batch each and all at the same time.
+
+    As few rounds as the parts need; where ranks would stand idle in one, the costliest part is halved, between owners. A round holds parts of like
+    cost, the costliest come first, and who gets the costliest of a round alternates.
+
+    Args:
+        parts: The sequences of each micro-batch, by position; none of them empty.
+        owners: Whose each sequence is; an owner's sequences of one part stay together.
+        num_ranks: At least 1.
+        cost: Of a micro-batch of these sequences.
+
+    Returns:
+        For each rank its micro-batches in order, equally many for all ranks; an empty one where there was nothing left to halve.
+    """
+    num_rounds = -(-len(parts) // num_ranks)
+    ordered = [(-cost(part), place, list(part)) for place, part in enumerate(parts)]
+    heapq.heapify(ordered)
+    whole: list[tuple[float, int, list[int]]] = []
+    while ordered and len(ordered) + len(whole) < num_rounds * num_ranks:
+        entry = heapq.heappop(ordered)
+        halves = _halves(entry[2], owners, cost)
+        if len(halves) == 1:
+            whole.append(entry)
+            continue
+        for half in halves:
+            heapq.heappush(ordered, (-cost(half), len(parts) + len(ordered) + len(whole), half))
+    queue = [part for _, _, part in sorted([*ordered, *whole])]
+    queue += [[] for _ in range(num_rounds * num_ranks - len(queue))]
+    shares: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    for number in range(num_rounds):
+        turn = queue[number * num_ranks : (number + 1) * num_ranks]
+        for share, part in zip(shares, turn if number % 2 == 0 else reversed(turn), strict=True):
+            share.append(part)
+    return shares
+
+
+def _halves(part: Sequence[int], owners: Sequence[int], cost: Callable[[Sequence[int]], float]) -> list[list[int]]:
+    """Two parts of about the same cost, or one where all of it has one owner."""
+    belongings: dict[int, list[int]] = {}
+    for place in part:
+        belongings.setdefault(owners[place], []).append(place)
+    if len(belongings) < 2:
+        return [list(part)]
+    groups = list(belongings.values())
+    weights = [cost(group) for group in groups]
+    order = sorted(range(len(groups)), key=lambda place: (-weights[place], place))
+    return [sorted(place for group in chunk for place in groups[group]) for chunk in _deal(order, weights, 2)]
+
+
 def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda place: (-lengths[place], place))
 

@@ -7,7 +7,6 @@ finite changes nothing; and on the CPU the same calls give the same bits, becaus
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,7 +22,12 @@ from ostinato_trainer.backends.adamw import AdamW, AdamWOptions
 from ostinato_trainer.backends.base import EntropyMode, LossFn, LossOutput, MicroBatchOutput, OptimizerStats
 from ostinato_trainer.backends.causal_lm import CausalLM, load_causal_lm
 from ostinato_trainer.backends.lora import LORA_FOLDER, LoraAdapters, LoraOptions
-from ostinato_trainer.backends.model_passes import accumulate_gradients, check_ids, out_of_memory_named
+from ostinato_trainer.backends.model_passes import (
+    accumulate_gradients,
+    check_ids,
+    check_temperature,
+    out_of_memory_named,
+)
 from ostinato_trainer.backends.packing import Layout
 from ostinato_trainer.backends.state import BackendState, ModelState, check_matches, read_state
 from ostinato_trainer.batch import Batch
@@ -145,7 +149,7 @@ class LocalBackend:
             BackendError: memory ran out, the loss has no gradient, or the temperature is not positive.
             BatchError: a token id lies outside the vocabulary.
         """
-        _check_temperature(temperature)
+        check_temperature(temperature)
 
         def loss_of(micro_batch: Batch) -> LossOutput:
             check_ids(micro_batch, self._lm.vocab_size)
@@ -174,7 +178,7 @@ class LocalBackend:
             BackendError: no reference is kept, memory ran out, or the temperature is not positive.
             BatchError: a token id lies outside the vocabulary.
         """
-        _check_temperature(temperature)
+        check_temperature(temperature)
         check_ids(batch, self._lm.vocab_size)
         model = self._reference if reference else self._lm
         if model is None:
@@ -288,11 +292,3 @@ class LocalSnapshot:
             weights = dict(self.lora.merged(self.lm.named_tensors(), adapters=weights))
             self.lora.save(Path(directory) / LORA_FOLDER, adapters=self.state.weights)
         self.lm.save_hf(Path(directory), tokenizer_source=self.tokenizer_source, weights=weights)
-
-
-def _check_temperature(temperature: float) -> None:
-    if not 0 < temperature < math.inf:
-        raise BackendError(
-            f"temperature must be above 0, got {temperature}; "
-            "greedy samples cannot be trained on, set rollout.temperature=1"
-        )

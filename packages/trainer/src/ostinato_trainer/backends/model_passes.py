@@ -5,8 +5,10 @@ Invariant: an error leaves no gradient behind, and memory that ran out is one me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +34,7 @@ def accumulate_gradients(
     Raises:
         BackendError: memory ran out, or the loss has no gradient.
     """
-    totals: dict[str, Tensor] = {}
+    totals: dict[str, Any] = {}
     try:
         with out_of_memory_named("an update", keys):
             for micro_batch in micro_batches:
@@ -44,7 +46,7 @@ def accumulate_gradients(
                         "loss must depend on the log-probabilities or values, got a constant; do not detach them in the loss"
                     )
                 loss.backward()
-                _merge(totals, metrics)
+                merge_metrics(totals, metrics)
     except BaseException:
         optimizer.clear_gradients()
         raise
@@ -74,15 +76,33 @@ def check_ids(batch: Batch, vocab_size: int) -> None:
         )
 
 
-def _merge(totals: dict[str, Tensor], metrics: Mapping[str, float | Tensor]) -> None:
-    """Adds up, or keeps the extreme of names that end in _max or _min; stays on the device, so that nothing waits for it."""
+def check_temperature(temperature: float) -> None:
+    """Raises BackendError where log-probabilities cannot be taken at a temperature."""
+    if not 0 < temperature < math.inf:
+        raise BackendError(
+            f"temperature must be above 0, got {temperature}; "
+            "greedy samples cannot be trained on, set rollout.temperature=1"
+        )
+
+
+def merge_metrics(totals: dict[str, Any], metrics: Mapping[str, Any]) -> None:
+    """Adds metrics, numbers or tensors, to `totals`, or keeps the extreme of names that end in _max or _min. Tensors stay on their device, so
+    that nothing waits for it."""
     for name, value in metrics.items():
-        value = torch.as_tensor(value).detach()
+        if isinstance(value, Tensor):
+            value = value.detach()
         if name not in totals:
             totals[name] = value
-        elif name.endswith("_max"):
-            totals[name] = torch.maximum(totals[name], value)
-        elif name.endswith("_min"):
-            totals[name] = torch.minimum(totals[name], value)
+        elif name.endswith(("_max", "_min")):
+            totals[name] = _extreme(totals[name], value, largest=name.endswith("_max"))
         else:
             totals[name] = totals[name] + value
+
+
+def _extreme(one: Any, other: Any, *, largest: bool) -> Any:
+    """The larger or smaller of two; not a number where one of them is none."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return (torch.maximum if largest else torch.minimum)(torch.as_tensor(one), torch.as_tensor(other))
+    if math.isnan(one) or math.isnan(other):
+        return math.nan
+    return max(one, other) if largest else min(one, other)
