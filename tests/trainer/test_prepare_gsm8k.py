@@ -68,6 +68,22 @@ def test_demonstrations_come_from_training_questions_only(tmp_path: Path) -> Non
     assert {tool["function"]["name"] for tool in conversation["tools"]} == {"calc_gsm8k_reward", "calculator"}
 
 
+def test_rows_for_measuring_have_no_tool_that_knows_the_answer(tmp_path: Path) -> None:
+    """Without checks neither prompt, demonstration nor row speaks of the checking tool; what is said last stands before the result."""
+    prepare("gsm8k", source(tmp_path, [QUESTION]), tmp_path / "out", checks=False)
+    for name in ("train", "test"):
+        row = pq.read_table(tmp_path / "out" / f"{name}.parquet").to_pylist()[0]
+        assert row["agent_name"] == "tool_agent"
+        assert "calculator" in row["prompt"][0]["content"]
+        assert "calc_gsm8k_reward" not in json.dumps(row)
+    conversation = json.loads((tmp_path / "out" / "sft.jsonl").read_text())
+    assert [tool["function"]["name"] for tool in conversation["tools"]] == ["calculator"]
+    assert "calc_gsm8k_reward" not in json.dumps(conversation)
+    assert conversation["messages"][-1]["content"] == "It is 2034.\n#### 2034"
+    item = RLHFDataset(str(tmp_path / "out" / "train.parquet"), config=DataConfig(), tokenizer=tiny_chat_tokenizer())[0]
+    assert item["tools_kwargs"] == {}
+
+
 def test_what_was_written_is_a_dataset(tmp_path: Path) -> None:
     """The rows pass the dataset's checks and give agents what they read."""
     prepare_gsm8k(source(tmp_path, [QUESTION] * 3), tmp_path / "out")

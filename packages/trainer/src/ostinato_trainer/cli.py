@@ -109,7 +109,8 @@ def sft(
     files, overrides = _files_and_overrides(arguments or [])
     options = {key: option for key, option in given.items() if option[1] is not None}
     config, written = load_tree(SftConfig, files, overrides, options=options)
-    from ostinato_trainer.sft.run import check_sft, run_sft  # after the configuration: a wrong key is told at once
+    from ostinato_trainer.sft.checks import check_sft  # after the configuration: a wrong key is told at once
+    from ostinato_trainer.sft.run import run_sft
 
     check_sft(config, written)
     run_sft(config, console=Console())
@@ -122,11 +123,15 @@ def prepare_gsm8k(
     ],
     output: Annotated[Path, typer.Option(help="Where train.parquet, test.parquet and sft.jsonl go.")],
     agent: Annotated[str, typer.Option(help="The agent loop that the rows ask for.")] = "tool_agent",
+    check: Annotated[
+        bool,
+        typer.Option(help="A tool that says whether an answer is right; leave it out where accuracy is measured."),
+    ] = True,
 ) -> None:
     """GSM8K questions as rows for the tool agent."""
     from ostinato_trainer.data.prepare_gsm8k import prepare_gsm8k as prepare
 
-    for path, num_rows in prepare(input, output, agent=agent).items():
+    for path, num_rows in prepare(input, output, agent=agent, checks=check).items():
         typer.echo(f"{path}: {num_rows} rows")
 
 

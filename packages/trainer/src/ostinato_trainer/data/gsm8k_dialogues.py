@@ -23,11 +23,17 @@ _CHECK: Final = "calc_gsm8k_reward"
 
 
 class Gsm8kDialogues:
-    """Makes conversations in which an assistant calculates with `calculator` and checks in with `calc_gsm8k_reward`."""
+    """Makes conversations in which an assistant calculates with `calculator` and checks in with `calc_gsm8k_reward`.
 
-    def __init__(self) -> None:
+    Args:
+        checks: False leaves the second tool out: it knows the right answer.
+    """
+
+    def __init__(self, *, checks: bool = True) -> None:
+        self._checks = checks
         registry = ToolRegistry()
-        registry.add_class(CalcGsm8kReward)
+        if checks:
+            registry.add_class(CalcGsm8kReward)
         registry.add_function(calculator)
         self._executor = ToolExecutor(registry)
 
@@ -39,7 +45,7 @@ class Gsm8kDialogues:
     async def make(
         self, prompt: Sequence[Mapping[str, Any]], solution: str, ground_truth: str, tools_kwargs: Mapping[str, Mapping]
     ) -> list[dict] | None:
-        """One conversation: a turn for each annotated calculation, one that checks the result in, and the final answer.
+        """One conversation: a turn for each annotated calculation, one that checks the result in, if any does, and the final answer.
 
         What the solution says about a calculation is said in the turn after it, when its result is known.
 
@@ -67,11 +73,13 @@ class Gsm8kDialogues:
                     said = []
                 if text := _ANNOTATION.sub("", line).strip():
                     said.append(text)
-            if await self._call(tools, messages, said, _CHECK, {"answer": ground_truth}) is None:
-                return None
-            if (await tools.calc_rewards()).get(_CHECK) != 1.0:
-                return None
-        return [*messages, {"role": "assistant", "content": f"#### {ground_truth}"}]
+            if self._checks:
+                if await self._call(tools, messages, said, _CHECK, {"answer": ground_truth}) is None:
+                    return None
+                if (await tools.calc_rewards()).get(_CHECK) != 1.0:
+                    return None
+                said = []
+        return [*messages, {"role": "assistant", "content": "\n".join([*said, f"#### {ground_truth}"])}]
 
     async def _call(
         self, tools: TrajectoryTools, messages: list[dict], said: list[str], name: str, arguments: dict[str, str]

@@ -12,10 +12,12 @@ from ostinato_trainer.errors import DatasetError
 __all__ = ["PREPARERS", "prepare"]
 
 PREPARERS: Final[dict[str, Callable[..., dict[Path, int]]]] = {"gsm8k": prepare_gsm8k}
-"""Name -> function(input, output, *, agent) that returns the files it wrote with their numbers of rows."""
+"""Name -> function(input, output, *, agent, checks) that returns the files it wrote with their numbers of rows."""
 
 
-def prepare(name: str, input: str | Path, output: str | Path, *, agent: str = "tool_agent") -> dict[Path, int]:
+def prepare(
+    name: str, input: str | Path, output: str | Path, *, agent: str = "tool_agent", checks: bool = True
+) -> dict[Path, int]:
     """Write the rows of the data set `name` to `output`; returns the files with their numbers of rows.
 
     Raises:
@@ -23,4 +25,4 @@ def prepare(name: str, input: str | Path, output: str | Path, *, agent: str = "t
     """
     if name not in PREPARERS:
         raise DatasetError(f"the data set must be one of {', '.join(PREPARERS)}, got {name!r}; write one of these")
-    return PREPARERS[name](input, output, agent=agent)
+    return PREPARERS[name](input, output, agent=agent, checks=checks)

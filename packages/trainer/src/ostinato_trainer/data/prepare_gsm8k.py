@@ -37,13 +37,19 @@ _TOOL_SYSTEM: Final = (
     "calc_gsm8k_reward with the number as its answer; if it was wrong, look for the mistake and try again. "
     "End with the result on a line of its own, in the form #### NUMBER."
 )
+_CALCULATOR_SYSTEM: Final = (
+    "You solve arithmetic word problems. Think step by step, and calculate with the tool calculator. "
+    "End with the result on a line of its own, in the form #### NUMBER."
+)
 _PLAIN_SYSTEM: Final = (
     "You solve arithmetic word problems. Think step by step. "
     "End with the result on a line of its own, in the form #### NUMBER."
 )
 
 
-def prepare_gsm8k(input: str | Path, output: str | Path, *, agent: str = "tool_agent") -> dict[Path, int]:
+def prepare_gsm8k(
+    input: str | Path, output: str | Path, *, agent: str = "tool_agent", checks: bool = True
+) -> dict[Path, int]:
     """Write `train.parquet` and `test.parquet`, and `sft.jsonl` with `messages` and `tools` a line for `ostinato sft`.
 
     Args:
@@ -51,6 +57,7 @@ def prepare_gsm8k(input: str | Path, output: str | Path, *, agent: str = "tool_a
             (`openai/gsm8k`, extra `hub`).
         output: folder to write to; made if absent.
         agent: agent program of the rows. `single_turn_agent` gets a prompt that speaks of no tool, and no `sft.jsonl`.
+        checks: whether there is a tool that says if an answer is right. Accuracy that counts is measured without it.
 
     Returns:
         The files with their numbers of rows.
@@ -60,8 +67,8 @@ def prepare_gsm8k(input: str | Path, output: str | Path, *, agent: str = "tool_a
     """
     if not agent:
         raise DatasetError("agent must name an agent program, got nothing; write --agent tool_agent")
-    rows = {split: _read_split(input, split, agent) for split in _SPLITS}
-    demonstrations = _demonstrations(rows["train"]) if _uses_tools(agent) else []
+    rows = {split: _read_split(input, split, agent, checks) for split in _SPLITS}
+    demonstrations = _demonstrations(rows["train"], checks) if _uses_tools(agent) else []
     folder = Path(output).expanduser()
     written: dict[Path, int] = {}
     try:
@@ -86,16 +93,16 @@ def _uses_tools(agent: str) -> bool:
     return agent != "single_turn_agent"
 
 
-def _demonstrations(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _demonstrations(rows: Sequence[dict[str, Any]], checks: bool) -> list[dict[str, Any]]:
     """What `sft.jsonl` holds: a conversation for each row whose annotated calculations the tools confirm."""
-    dialogues, console = Gsm8kDialogues(), Console(stderr=True)
+    dialogues, console = Gsm8kDialogues(checks=checks), Console(stderr=True)
 
     async def make() -> list[dict[str, Any]]:
         found = []
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             for row in progress.track(rows, description="running the tools of the demonstrations"):
                 info, truth = row["extra_info"], row["reward_model"]["ground_truth"]
-                messages = await dialogues.make(row["prompt"], info["answer"], truth, info["tools_kwargs"])
+                messages = await dialogues.make(row["prompt"], info["answer"], truth, info.get("tools_kwargs", {}))
                 if messages is not None:
                     found.append({"messages": messages, "tools": dialogues.tools})
         return found
@@ -103,13 +110,13 @@ def _demonstrations(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return asyncio.run(make())
 
 
-def _read_split(source: str | Path, split: str, agent: str) -> list[dict[str, Any]]:
+def _read_split(source: str | Path, split: str, agent: str, checks: bool) -> list[dict[str, Any]]:
     file = open_data_file(_split_file(source, split))
     rows = []
     for index, row in enumerate(file.rows()):
         if isinstance(row, DatasetError):
             raise row
-        rows.append(_gsm8k_row(row, split, index, agent, file.place(index)))
+        rows.append(_gsm8k_row(row, split, index, agent, checks, file.place(index)))
     return rows
 
 
@@ -133,19 +140,20 @@ def _split_file(source: str | Path, split: str) -> str:
     return f"{HUB_SCHEME}datasets/{repository}/{_HUB_FILE.format(split=split)}"
 
 
-def _gsm8k_row(row: dict[str, Any], split: str, index: int, agent: str, place: str) -> dict[str, Any]:
+def _gsm8k_row(row: dict[str, Any], split: str, index: int, agent: str, checks: bool, place: str) -> dict[str, Any]:
     for field in ("question", "answer"):
         if not isinstance(row.get(field), str) or not row[field].strip():
             raise DatasetError(f"{place}: {field} must be text, got {row.get(field)!r}; mend that row")
     truth = ground_truth_of(row["answer"])
     if truth is None:
         raise DatasetError(f"{place}: answer must end with `#### NUMBER`, got {row['answer'][-40:]!r}; mend that row")
-    uses_tools = _uses_tools(agent)
+    checks = checks and _uses_tools(agent)
+    system = _TOOL_SYSTEM if checks else _CALCULATOR_SYSTEM if _uses_tools(agent) else _PLAIN_SYSTEM
     return {
         "data_source": GSM8K_DATA_SOURCE,
         "agent_name": agent,
         "prompt": [
-            {"role": "system", "content": _TOOL_SYSTEM if uses_tools else _PLAIN_SYSTEM},
+            {"role": "system", "content": system},
             {"role": "user", "content": row["question"]},
         ],
         "ability": "math",
@@ -155,8 +163,8 @@ def _gsm8k_row(row: dict[str, Any], split: str, index: int, agent: str, place: s
             "index": index,
             "question": row["question"],
             "answer": row["answer"],
-            "need_tools_kwargs": uses_tools,
-            "tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": truth}}},
+            "need_tools_kwargs": checks,
+            **({"tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": truth}}}} if checks else {}),
         },
     }
 
