@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from ostinato_trainer.checkpoints.manager import CheckpointManager, check_complete
+from ostinato_trainer.checkpoints.manager import LATEST, CheckpointManager, check_complete
 
 FORK_SERVER = """
 import os, signal, sys
@@ -264,6 +264,20 @@ def test_every_step_can_be_gone_on_from(lab: Lab, straight: Path, tmp_path: Path
         in lab.finish(straight)
     )
     assert (straight / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_look_at_an_old_checkpoint_undoes_nothing(lab: Lab, straight: Path, tmp_path: Path) -> None:
+    """`val_only` of an earlier checkpoint measures that one, in a file of its own; the newest stays the newest, with all metrics."""
+    run = tmp_path / "run"
+    shutil.copytree(straight, run)
+    before = {name: (run / name).read_bytes() for name in ("metrics.jsonl", LATEST)}
+    chosen = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={run / 'global_step_2'}")
+    assert "goes back" not in lab.finish(run, "trainer.val_only=true", *chosen)
+    assert {name: (run / name).read_bytes() for name in before} == before
+    (line,) = map(json.loads, (run / "val_only.jsonl").read_text().splitlines())
+    assert line["step"] == 2
+    assert any(name.startswith("val-core/") for name in line)
+    assert not any(name.startswith("actor/") for name in line)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from ostinato_trainer.checkpoints.manager import BEST, LATEST, CheckpointManager, check_complete
+from ostinato_trainer.checkpoints.whole_folder import writing_below
 from ostinato_trainer.errors import CheckpointError
 
 
@@ -278,6 +279,32 @@ def test_one_run_owns_a_root(tmp_path):
         assert manager.steps() == [1]
 
 
+def test_a_run_holds_its_root_from_its_beginning(tmp_path):
+    """Of two runs in a new folder the second is refused when it begins, not at its first checkpoint; so is one whose folder has meanwhile
+    become another's."""
+    root = tmp_path / "new"
+    with CheckpointManager(root) as manager, CheckpointManager(root) as second, CheckpointManager(root) as third:
+        manager.hold()
+        manager.hold()
+        with pytest.raises(CheckpointError, match="must belong to one run"):
+            second.hold()
+        manager.save(1, write_text("one"))
+        manager.close()
+        with pytest.raises(CheckpointError, match=r"another one has begun and ended meanwhile; .*start again"):
+            third.hold()
+
+
+def test_a_checkpoint_that_was_moved_elsewhere_is_left_there(tmp_path):
+    """Where somebody has put a link in its place, the limit removes the link and nothing behind it."""
+    with CheckpointManager(tmp_path / "run", max_to_keep=1) as manager:
+        path = manager.save(1, write_text("one"))
+        path.rename(tmp_path / "kept")
+        path.symlink_to(tmp_path / "kept")
+        manager.save(2, write_text("two"))
+        assert names(tmp_path / "run") == ["global_step_2", LATEST]
+    assert check_complete(tmp_path / "kept").step == 1
+
+
 def test_the_best_is_kept_beside_the_newest(tmp_path):
     """The highest value of the metric stays whatever its age; of equals the newest; steps without a finite value cannot be it."""
     manager = CheckpointManager(tmp_path, max_to_keep=1, best_metric="val")
@@ -364,6 +391,17 @@ def test_damage_is_found_by_name(tmp_path, damage):
         message = "must be a checkpoint"
     with pytest.raises(CheckpointError, match=message):
         check_complete(path)
+
+
+def test_a_folder_that_cannot_be_made_is_one_message(tmp_path):
+    """How much room there is cannot be told of a folder that is not there, and is no error of its own."""
+    (tmp_path / "file").write_text("x")
+    folder = tmp_path / "file" / "below"
+    with (
+        pytest.raises(CheckpointError, match=r"below must be a folder that can be written, got: Not a directory"),
+        writing_below(folder),
+    ):
+        folder.mkdir()
 
 
 def test_limits_are_checked():

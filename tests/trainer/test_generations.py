@@ -90,5 +90,6 @@ def test_a_run_keeps_what_it_sampled_and_shows_some_of_it(quickstart_home, tmp_p
     assert len(rows) == 3
     assert all("Tools: calculator" in row["input"] for row in rows)
     assert capsys.readouterr().out.count("[step 0] output: ") == 2
-    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    (line,) = (tmp_path / "run" / "val_only.jsonl").read_text().splitlines()
     assert any(name.startswith("val-core/") for name in json.loads(line))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

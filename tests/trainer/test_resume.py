@@ -185,6 +185,26 @@ def test_settings_that_change_the_curve_are_named(tmp_path: Path) -> None:
     ]
 
 
+def test_the_length_counts_where_the_critics_rate_follows_it(tmp_path: Path) -> None:
+    """With a critic, a longer run bends its schedule too."""
+    keys = ["algorithm.adv_estimator=gae", "critic.optim.lr_scheduler_type=linear"]
+    write_run(tmp_path, 2, config=load_config([], keys))
+    with CheckpointManager(tmp_path) as manager:
+        point = resume_point(TrainerConfig(default_local_dir=str(tmp_path)), manager)
+    assert point is not None
+    longer = load_config([], [*keys, "trainer.total_epochs=9"])
+    assert changed_keys(point, longer) == ["trainer.total_epochs is 9 instead of 30"]
+
+
+def test_a_folder_of_a_run_is_no_checkpoint_whatever_lies_in_it(tmp_path: Path) -> None:
+    """The newest of its checkpoints is named, by number: not the one that was copied last, nor a link to nothing."""
+    write_run(tmp_path / "run", 2, 10)
+    (tmp_path / "run" / "global_step_11").symlink_to(tmp_path / "gone")
+    (tmp_path / "run" / "global_step_2").touch()
+    with pytest.raises(CheckpointError, match=r"which is none; write .*global_step_10, or one beside it"):
+        found(tmp_path / "other", resume_mode="resume_path", resume_from_path=str(tmp_path / "run"))
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with its tokenizer."""

@@ -25,10 +25,11 @@ from ostinato_trainer.algorithms.kl_control import KLController
 from ostinato_trainer.backends.critic import LocalCritic
 from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions
 from ostinato_trainer.backends.lora import lora_options
-from ostinato_trainer.checkpoints.manager import CheckpointManager, check_root
+from ostinato_trainer.checkpoints.manager import CheckpointManager
 from ostinato_trainer.checkpoints.resume import ResumePoint, check_same_run, resume_point, take_up
 from ostinato_trainer.checkpoints.run_state import Stateful
 from ostinato_trainer.checkpoints.saving import RunCheckpoints, restore_run
+from ostinato_trainer.checkpoints.whole_folder import check_root
 from ostinato_trainer.config import Config
 from ostinato_trainer.config.checks import check_runnable
 from ostinato_trainer.data.assembly import build_datasets
@@ -113,7 +114,9 @@ async def _run(
         stateful["kl_controller"] = kl_controller
     if point is not None:
         restore_run(point, config, backend, critic, stateful)
-        take_up(folder, point)
+        if not config.trainer.val_only:  # a look at an old checkpoint undoes nothing that came after it
+            take_up(folder, point)
+    folder.hold()
     async with AsyncExitStack() as stack:
         stack.enter_context(dumps_on_signal())
         loggers = Loggers.from_config(

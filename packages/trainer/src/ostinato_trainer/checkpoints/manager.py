@@ -16,18 +16,15 @@ import re
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from safetensors import SafetensorError
-
 from ostinato_trainer.checkpoints.inventory import check_complete, flush, read_inventory, seal
-from ostinato_trainer.checkpoints.whole_folder import share_files
+from ostinato_trainer.checkpoints.whole_folder import check_root, free_room, share_files, writing_below
 from ostinato_trainer.errors import CheckpointError
 
-__all__ = ["BEST", "LATEST", "CheckpointManager", "check_complete", "check_root", "writing_below"]
+__all__ = ["BEST", "LATEST", "CheckpointManager", "check_complete", "steps_below"]
 
 _logger = logging.getLogger(__name__)
 
@@ -139,13 +136,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: the root cannot be read.
         """
-        if not self.root.is_dir():
-            return []
-        try:
-            names = [_STEP.fullmatch(path.name) for path in self.root.iterdir() if path.is_dir()]
-        except OSError as error:
-            raise CheckpointError(f"{self.root} must be readable, got {error}; fix its permissions") from error
-        return sorted(int(match[1]) for match in names if match)
+        return steps_below(self.root)
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of a step is, or would be."""
@@ -237,11 +228,18 @@ class CheckpointManager:
         """Make the root where absent and keep other runs from it until `close`.
 
         Raises:
-            CheckpointError: It cannot be made, or is another run's.
+            CheckpointError: It cannot be made, is another run's, or has become one's since the manager was made.
         """
         check_root(self.root)
-        self.root.mkdir(parents=True, exist_ok=True)
-        self._own_root()
+        is_new = self._root_descriptor is None
+        with writing_below(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._own_root()
+        if is_new and self.steps():
+            raise CheckpointError(
+                f"default_local_dir must belong to one run, got {self.root}, where another one has begun and ended meanwhile; "
+                "choose another folder, or start again to go on from there"
+            )
 
     def _score(self, step: int) -> float | None:
         try:
@@ -302,7 +300,10 @@ class CheckpointManager:
                     continue
                 doomed = self._hidden("removing", path.name)
                 path.rename(doomed)
-                shutil.rmtree(doomed)
+                if doomed.is_symlink():
+                    doomed.unlink()  # somebody keeps it elsewhere
+                else:
+                    shutil.rmtree(doomed)
         except OSError as error:
             _logger.warning("An old checkpoint below %s could not be removed: %s", self.root, error)
 
@@ -326,48 +327,26 @@ class CheckpointManager:
         reason = str(error).strip() or type(error).__name__
         cure = "earlier checkpoints are unharmed"
         if self.root.is_dir():
-            free = shutil.disk_usage(self.root).free
             cure = (
-                f"{free / 2**20:.0f} MiB are free there; make room, fix permissions or choose another "
+                f"{free_room(self.root)} there; make room, fix permissions or choose another "
                 f"trainer.default_local_dir; {cure}"
             )
         return CheckpointError(f"checkpoint of step {step} must be written below {self.root}, but: {reason}; {cure}")
 
 
-@contextmanager
-def writing_below(folder: Path) -> Iterator[None]:
-    """Make one message of whatever keeps the block from writing files.
+def steps_below(root: Path) -> list[int]:
+    """Steps that have a complete checkpoint in a folder, in rising order; none where it is no folder.
 
     Raises:
-        CheckpointError: Naming folder, cause and free space.
+        CheckpointError: It cannot be read.
     """
+    if not root.is_dir():
+        return []
     try:
-        yield
-    except CheckpointError:
-        raise
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise CheckpointError(
-            f"{folder} must be a folder that can be written, got: {reason} "
-            f"({shutil.disk_usage(folder).free / 2**20:.0f} MiB are free); make room or choose another"
-        ) from error
-
-
-def check_root(root: Path) -> None:
-    """Find out, before a run has computed anything, that checkpoints could not be written; makes nothing.
-
-    Raises:
-        CheckpointError: `root`, or what it would be made in, is no folder or must not be written to.
-    """
-    folder = root.expanduser().absolute()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    found = "is no folder" if not folder.is_dir() else None if os.access(folder, os.W_OK | os.X_OK) else "is protected"
-    if found is not None:
-        raise CheckpointError(
-            f"trainer.default_local_dir must be a folder that can be written, got {root}, but {folder} {found}; "
-            "choose another"
-        )
+        names = [_STEP.fullmatch(path.name) for path in root.iterdir() if path.is_dir()]
+    except OSError as error:
+        raise CheckpointError(f"{root} must be readable, got {error}; fix its permissions") from error
+    return sorted(int(match[1]) for match in names if match)
 
 
 def _remove(path: Path) -> None:

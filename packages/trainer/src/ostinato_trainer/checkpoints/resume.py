@@ -16,10 +16,11 @@ import msgspec
 import yaml
 
 from ostinato_tokenization import ChatTokenizer
+from ostinato_trainer.algorithms.advantages import needs_critic
 from ostinato_trainer.checkpoints.inventory import Inventory, check_complete
-from ostinato_trainer.checkpoints.manager import CheckpointManager
+from ostinato_trainer.checkpoints.manager import CheckpointManager, steps_below
 from ostinato_trainer.checkpoints.run_state import RunState, read_run_state
-from ostinato_trainer.config import Config
+from ostinato_trainer.config import Config, OptimConfig
 from ostinato_trainer.config.loading import to_yaml
 from ostinato_trainer.config.resuming import ResumeConfig
 from ostinato_trainer.config.sft import SftConfig
@@ -149,14 +150,20 @@ def changed_keys(point: ResumePoint, config: Config | SftConfig) -> list[str]:
     saved = {
         key: value for key, value in default.items() if value != {}
     } | saved  # keys that were not yet known have their default
-    optim = config.optim if isinstance(config, SftConfig) else config.actor_rollout_ref.actor.optim
-    schedule_needs_length = optim.lr_scheduler_type != "constant"
+    schedule_needs_length = any(each.lr_scheduler_type != "constant" for each in _optimizers(config))
     return [
         f"{key} is {current.get(key, 'absent')} instead of {saved.get(key, 'absent')}"
         for key in dict.fromkeys((*saved, *current))
         if saved.get(key) != current.get(key)
         and (not key.startswith(_HARMLESS) or (schedule_needs_length and key.startswith(_LENGTH_OF_RUN)))
     ]
+
+
+def _optimizers(config: Config | SftConfig) -> list[OptimConfig]:
+    if isinstance(config, SftConfig):
+        return [config.optim]
+    has_critic = needs_critic(config.algorithm.adv_estimator)
+    return [config.actor_rollout_ref.actor.optim, *([config.critic.optim] if has_critic else [])]
 
 
 def take_up(manager: CheckpointManager, point: ResumePoint) -> None:
@@ -171,6 +178,14 @@ def take_up(manager: CheckpointManager, point: ResumePoint) -> None:
     path = manager.root / METRICS_FILE
     try:
         if point.directory.resolve().parent == manager.root.resolve():
+            later = [step for step in manager.steps() if step > point.step]
+            if later:
+                logger.warning(
+                    "The run goes back to step %d; checkpoints of later steps (%s) stay until it reaches them or trainer.max_ckpt_to_keep "
+                    "removes them",
+                    point.step,
+                    ", ".join(map(str, later)),
+                )
             manager.point_latest(point.step)
         if path.exists():
             manager.write_file(METRICS_FILE, _metrics_until(point, path.read_bytes()))
@@ -196,9 +211,11 @@ def _asked_for(directory: Path, manager: CheckpointManager) -> ResumePoint:
     if not directory.is_dir():
         raise CheckpointError(f"{key}, which is no folder; give a directory global_step_N that a run wrote")
     if not (directory / "checkpoint.json").is_file():
-        newest = max(directory.glob("global_step_*"), key=lambda path: path.stat().st_mtime, default=None)
+        below = steps_below(directory)
         cure = (
-            "give a directory global_step_N that a run wrote" if newest is None else f"write {newest}, or one beside it"
+            f"write {directory / f'global_step_{below[-1]}'}, or one beside it"
+            if below
+            else "give a directory global_step_N that a run wrote"
         )
         raise CheckpointError(f"{key}, which is none; {cure}")
     point = _read(directory)
@@ -208,14 +225,6 @@ def _asked_for(directory: Path, manager: CheckpointManager) -> ResumePoint:
         raise CheckpointError(
             f"trainer.default_local_dir must hold no checkpoints for a run that goes on from {directory}, got {manager.root} with step "
             f"{steps[-1]}; choose another folder, or write trainer.resume_mode=auto to go on from there"
-        )
-    later = [step for step in steps if step > point.step]
-    if later:
-        logger.warning(
-            "The run goes back to step %d; checkpoints of later steps (%s) stay until it reaches them or trainer.max_ckpt_to_keep "
-            "removes them",
-            point.step,
-            ", ".join(map(str, later)),
         )
     return point
 

@@ -1,7 +1,8 @@
-"""A folder that a command writes: there whole or not at all."""
+"""Folders that a command writes: whether it can, what it says if it cannot, and one that is there whole or not at all."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from safetensors import SafetensorError
 
 from ostinato_trainer.errors import CheckpointError
 
-__all__ = ["folder_made_whole", "share_files"]
+__all__ = ["check_root", "folder_made_whole", "free_room", "share_files", "writing_below"]
 
 
 def share_files(folder: Path) -> None:
@@ -57,3 +58,46 @@ def folder_made_whole(output: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
+
+
+def check_root(root: Path) -> None:
+    """Find out, before a run has computed anything, that checkpoints could not be written; makes nothing.
+
+    Raises:
+        CheckpointError: `root`, or what it would be made in, is no folder or must not be written to.
+    """
+    folder = root.expanduser().absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    found = "is no folder" if not folder.is_dir() else None if os.access(folder, os.W_OK | os.X_OK) else "is protected"
+    if found is not None:
+        raise CheckpointError(
+            f"trainer.default_local_dir must be a folder that can be written, got {root}, but {folder} {found}; "
+            "choose another"
+        )
+
+
+@contextmanager
+def writing_below(folder: Path) -> Iterator[None]:
+    """Make one message of whatever keeps the block from writing files.
+
+    Raises:
+        CheckpointError: Naming folder, cause and free space.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CheckpointError(
+            f"{folder} must be a folder that can be written, got: {reason} ({free_room(folder)}); make room or choose another"
+        ) from error
+
+
+def free_room(folder: Path) -> str:
+    """How much of the disk is free, in words."""
+    try:
+        return f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB are free"
+    except OSError as error:  # it is gone, or does not answer
+        return f"how much is free cannot be told: {error.strerror}"

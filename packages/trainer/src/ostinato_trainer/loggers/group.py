@@ -24,11 +24,13 @@ from ostinato_trainer.errors import LoggerError
 from ostinato_trainer.loggers.base import MetricsLogger
 from ostinato_trainer.loggers.thread import LoggerThread
 
-__all__ = ["METRICS_FILE", "ConsoleLogger", "JsonlLogger", "Loggers", "MetricsLogger"]
+__all__ = ["METRICS_FILE", "VALIDATION_FILE", "ConsoleLogger", "JsonlLogger", "Loggers", "MetricsLogger"]
 
 logger = logging.getLogger(__name__)
 
 METRICS_FILE: Final = "metrics.jsonl"
+VALIDATION_FILE: Final = "val_only.jsonl"
+"""Of runs with `trainer.val_only`, a line each: what training has measured stays as it is, each step once."""
 _CONSOLE_METRICS: Final = (
     ("critic/score/mean", "score"),
     ("response_length/mean", "length"),
@@ -215,9 +217,10 @@ def _open(name: str, config: Config, console: Console | None, resume: bool, run_
     if name == "console":
         return ConsoleLogger(console)
     if name == "jsonl":
-        path = Path(config.trainer.local_dir) / METRICS_FILE
+        only_validates = config.trainer.val_only
+        path = Path(config.trainer.local_dir) / (VALIDATION_FILE if only_validates else METRICS_FILE)
         try:
-            return JsonlLogger(path, resume=resume)
+            return JsonlLogger(path, resume=resume or only_validates)
         except OSError as error:
             raise LoggerError(
                 f"{path} must be a file that can be written: {error.strerror or error}; "

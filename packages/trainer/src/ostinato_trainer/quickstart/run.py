@@ -18,7 +18,7 @@ from rich.console import Console
 from ostinato_engines.device import HOST, host_threads
 from ostinato_tokenization import ChatTokenizer, encode_training_conversation
 from ostinato_tools import ToolExecutor, load_tools
-from ostinato_trainer.checkpoints.manager import writing_below
+from ostinato_trainer.checkpoints.whole_folder import writing_below
 from ostinato_trainer.errors import CheckpointError
 from ostinato_trainer.progress import step_progress
 from ostinato_trainer.quickstart import files
