@@ -18,6 +18,7 @@ from ostinato_trainer.backends.causal_lm import CausalLM, load_causal_lm
 from ostinato_trainer.backends.packing import Layout
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError
+from ostinato_trainer.heartbeat import num_beats
 from ostinato_trainer.segments import Segment
 
 SHAPE = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -137,6 +138,17 @@ def test_only_wanted_tokens_are_computed_and_carry_gradients():
     assert log_probs.nonzero().tolist() == [[3]]
     log_probs[[0, 1, 2, 4, 5]].sum().backward()
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
+
+
+def test_each_pass_is_a_heartbeat():
+    """Whoever computes with the model for hours is seen to be at work, pass by pass."""
+    batch, before = batch_of([4, 3]), num_beats()
+    wanted = torch.ones_like(batch.loss_mask)
+    wanted[batch.cu_seqlens[:-1]] = False
+    lm = CausalLM(llama())
+    lm.log_probs(batch, wanted, temperature=1.0)
+    lm.states_before(batch, wanted)
+    assert num_beats() == before + 2
 
 
 def test_tied_weights_are_listed_once_and_cover_the_model():

@@ -17,7 +17,8 @@ import pytest
 from ostinato_rollout import RolloutScheduler
 from ostinato_trainer.config.sampling import WatchdogConfig
 from ostinato_trainer.errors import StalledError
-from ostinato_trainer.loop.watchdog import Watchdog
+from ostinato_trainer.heartbeat import beat
+from ostinato_trainer.loop.watchdog import Standstill, Watchdog
 from ostinato_trainer.loop.work_thread import WorkThread
 
 LONG_S = 60.0
@@ -127,6 +128,59 @@ async def test_progress_is_no_standstill(log: pytest.LogCaptureFixture) -> None:
         with watchdog.phase("gen"):
             await RolloutScheduler().run(range(30), soon, concurrency=1)
     assert not log.records
+
+
+def test_time_in_which_nobody_looked_is_no_standstill() -> None:
+    """Seconds without progress add up from look to look; a process that was stopped for hours has not stood still for them."""
+    standstill = Standstill(longest_look_s=4.0)
+    assert [standstill.look(now, ("a",)) for now in (10.0, 11.0, 12.5)] == [0.0, 1.0, 2.5]
+    assert standstill.look(5 * 3600.0, ("a",)) == 6.5
+    assert standstill.look(5 * 3600.0 + 1, ("a",)) == 7.5
+    assert [standstill.look(20000.0, ("b",)), standstill.look(20001.0, ("b",))] == [0.0, 1.0]
+
+
+def test_each_pass_through_a_model_is_progress() -> None:
+    """In a phase that computes, a heartbeat is progress, however long the phase lasts."""
+    watchdog = Watchdog(WARN)
+    with watchdog.phase("update_actor"):
+        before = watchdog.progress()
+        assert watchdog.progress() == before
+        beat()
+        assert watchdog.progress() != before
+
+
+async def test_a_run_that_computes_is_not_said_to_wait_for_trajectories(log: pytest.LogCaptureFixture) -> None:
+    """While the policy is trained, what is sampled ahead is not what the run waits for."""
+    watchdog, gate = Watchdog(WARN), asyncio.Event()
+
+    async def wait(item: int) -> int:
+        await gate.wait()
+        return item
+
+    async with watchdog.watching():
+        with watchdog.phase("update_actor"):
+            running = asyncio.create_task(RolloutScheduler().run([7], wait, concurrency=1))
+            while not log.records:  # noqa: ASYNC110 (a thread logs)
+                await asyncio.sleep(0.01)
+            gate.set()
+            assert await running == [7]
+    said = log.records[0].getMessage().splitlines()[0]
+    assert "in update_actor; " in said
+    assert "item 0" not in said
+
+
+async def test_a_phase_that_ends_late_takes_its_own_name_away(log: pytest.LogCaptureFixture) -> None:
+    """A phase in a thread that was left behind may end at any time: what the run is in then is still told right."""
+    watchdog = Watchdog(WARN)
+    late = watchdog.phase("ref")
+    with watchdog.phase("step"):
+        late.__enter__()
+    with watchdog.phase("testing"):
+        late.__exit__(None, None, None)
+        async with watchdog.watching():
+            while not log.records:  # noqa: ASYNC110 (a thread logs)
+                await asyncio.sleep(0.01)
+    assert "in testing; " in log.records[0].getMessage()
 
 
 async def test_cancellations_and_errors_of_others_go_through() -> None:

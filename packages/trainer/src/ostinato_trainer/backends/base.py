@@ -64,7 +64,10 @@ class OptimizerStats(msgspec.Struct, frozen=True):
 
 
 class TrainingBackend(Protocol):
-    """One policy under training. Gradients accumulate over `forward_backward` until `optimizer_step` uses them up."""
+    """One policy under training. Gradients accumulate over `forward_backward` until `optimizer_step` uses them up.
+
+    One of your own calls `heartbeat.beat` after each pass through its model, by which the watchdog tells long work from a standstill.
+    """
 
     policy_version: int
 

@@ -21,6 +21,7 @@ from ostinato_trainer.backends.packing import FlatModel, Layout
 from ostinato_trainer.backends.token_log_probs import chosen_log_probs
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError
+from ostinato_trainer.heartbeat import beat
 
 _logger = logging.getLogger(__name__)
 
@@ -167,7 +168,9 @@ class CausalLM:
 
     def _states_before(self, batch: Batch, tokens: Tensor) -> Tensor:
         """[S, hidden]: the states from which the tokens at the flat positions `tokens` (int64 [S]) are predicted."""
-        return self._flat(batch).index_select(0, tokens - 1)
+        states = self._flat(batch).index_select(0, tokens - 1)
+        beat()
+        return states
 
     def _head_is_all(self, head: nn.Module) -> bool:
         """Whether the logits are the output layer's and nothing more: some models scale or cap them afterwards.

@@ -2,7 +2,7 @@
 
 It looks from a thread of its own, so it notices a blocked event loop as well as a wait without end. What trajectories, tools, rewards
 and engines wait for has deadlines of its own, after which a trajectory is dropped or a replica replaced; the watchdog is for all
-the rest. Knows phases and what `ostinato_rollout.dump` tells, no trainer.
+the rest. Knows phases, heartbeats, and what `ostinato_rollout.dump` tells, no trainer.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ostinato_rollout import dump
 from ostinato_rollout.activity import Dump
 from ostinato_trainer.config.sampling import WatchdogConfig
 from ostinato_trainer.errors import StalledError
+from ostinato_trainer.heartbeat import num_beats
 
 __all__ = ["Watchdog"]
 
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 _SAMPLING = ("gen", "testing")
 """Phases in which a trajectory's progress is the run's."""
 _MAX_FRAMES = 12
+_MAX_SESSIONS = 3
 _INTERRUPT_S = 1.0
 _EXIT_STATUS = 70
 
@@ -48,9 +50,9 @@ class Watchdog:
         self._config, self._graces_s = config, graces_s
         limits = [limit for limit in (config.warn_after_s, config.fail_after_s) if limit is not None]
         self._poll_s = min(1.0, min(limits, default=1.0) / 4)
-        self._phases: list[str] = []
+        self._phases: list[_Phase] = []
         self._num_changes = 0
-        self._since = self._last_beat = time.monotonic()
+        self._last_beat = time.monotonic()
         self._done = threading.Event()
         self._error: StalledError | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -59,14 +61,25 @@ class Watchdog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The run is in this phase, within the one that it was in."""
-        self._phases.append(name)
+        """The run is in this phase, within the one that it was in; from any thread."""
+        phase = _Phase(name)
+        self._phases.append(phase)
         self._num_changes += 1
         try:
             yield
         finally:
-            self._phases.pop()
+            self._phases.remove(phase)  # not the last one, where a thread that was left behind comes to its end
             self._num_changes += 1
+
+    def progress(self) -> tuple[object, ...]:
+        """What changes when something has happened: the phase, a pass through a model, and in sampling what trajectories do."""
+        phase = self._phase()
+        told = (self._num_changes, phase, num_beats())
+        seen = _safe_dump() if phase in _SAMPLING else None
+        if seen is None:
+            return told
+        done = sum(scheduler.num_done for scheduler in seen.schedulers)
+        return (*told, done, len(seen.sessions), sum(session.num_tokens for session in seen.sessions))
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
@@ -101,14 +114,13 @@ class Watchdog:
 
     def _watch(self, done: threading.Event) -> None:
         config = self._config
-        last, self._since, warn_after_s = self._progress(), time.monotonic(), config.warn_after_s
+        standstill, warn_after_s = Standstill(longest_look_s=4 * self._poll_s), config.warn_after_s
         while not done.wait(self._poll_s):
             self._ask_for_beat()
-            now, progress = time.monotonic(), self._progress()
-            if progress != last:
-                last, self._since, warn_after_s = progress, now, config.warn_after_s
+            quiet_s = standstill.look(time.monotonic(), self.progress())
+            if not quiet_s:
+                warn_after_s = config.warn_after_s
                 continue
-            quiet_s = now - self._since
             if config.fail_after_s is not None and quiet_s >= config.fail_after_s:
                 self._fail(quiet_s, done)
                 return
@@ -116,26 +128,9 @@ class Watchdog:
                 warn_after_s *= 2
                 logger.warning("%s\n%s", self._sentence(quiet_s), _report())
 
-    def _progress(self) -> tuple[object, ...]:
-        """What changes when something has happened."""
-        phase = self._phase()
-        if phase not in _SAMPLING:
-            return (self._num_changes, phase)
-        seen = _safe_dump()
-        if seen is None:
-            return (self._num_changes, phase)
-        done = sum(scheduler.num_done for scheduler in seen.schedulers)
-        return (
-            self._num_changes,
-            phase,
-            done,
-            len(seen.sessions),
-            sum(session.num_tokens for session in seen.sessions),
-        )
-
     def _phase(self) -> str:
         phases = self._phases[-1:]
-        return phases[0] if phases else "no phase"
+        return phases[0].name if phases else "no phase"
 
     def _ask_for_beat(self) -> None:
         """The event loop says that it is alive, as soon as it is."""
@@ -152,8 +147,9 @@ class Watchdog:
     def _sentence(self, quiet_s: float) -> str:
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - quiet_s))
         loop = f"; the event loop has stood still for {self._still_s():.1f} s" if self._is_blocked() else ""
-        where = " in ".join(reversed(self._phases)) or "no phase"
-        return f"nothing has happened for {quiet_s:.1f} s, since {since}, in {where}{loop}; {_waits_for()}"
+        where = " in ".join(phase.name for phase in reversed(self._phases)) or "no phase"
+        waits_for = _waits_for(is_sampling=self._phase() in _SAMPLING)
+        return f"nothing has happened for {quiet_s:.1f} s, since {since}, in {where}{loop}; {waits_for}"
 
     def _still_s(self) -> float:
         return time.monotonic() - self._last_beat
@@ -171,7 +167,8 @@ class Watchdog:
         )
         logger.error("%s\n%s", self._error, _report())
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._cancel, done)
+        with suppress(RuntimeError):  # it was closed in this moment, and the run is over
+            self._loop.call_soon_threadsafe(self._cancel, done)
         if done.wait(min(_INTERRUPT_S, self._graces_s[0]) if self._is_blocked() else self._graces_s[0]):
             return
         logger.error("the run was cancelled and has not ended; it is interrupted\n%s", _stacks())
@@ -195,19 +192,56 @@ class Watchdog:
             self._task.cancel()
 
 
-def _waits_for() -> str:
-    """In a few words, what has lasted longest."""
+class _Phase:
+    """One stay in a phase; equal to no other."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Standstill:
+    """How long there has been no progress, as far as somebody was there to see it.
+
+    Args:
+        longest_look_s: What one look may add. The time in which the whole process was stopped, as by Ctrl-Z, is nobody's standstill.
+    """
+
+    def __init__(self, *, longest_look_s: float) -> None:
+        self._longest_look_s = longest_look_s
+        self._last: tuple[object, ...] | None = None
+        self._looked, self._quiet_s = 0.0, 0.0
+
+    def look(self, now: float, progress: tuple[object, ...]) -> float:
+        """Seconds since the progress was last another one; 0 where it is now, and for the first look."""
+        if progress == self._last:
+            self._quiet_s += min(now - self._looked, self._longest_look_s)
+        else:
+            self._last, self._quiet_s = progress, 0.0
+        self._looked = now
+        return self._quiet_s
+
+
+def _waits_for(*, is_sampling: bool) -> str:
+    """In a few words, what has lasted longest: of engines, and in sampling of trajectories.
+
+    Conversations come last and some at once: one of them may be of an agent that was given up and left behind.
+    """
     seen = _safe_dump()
     if seen is None:
         return "what it waits for could not be told"
     waits = [operation.text() for pool in seen.pools for operation in pool.operations[:1]]
-    waits += [session.text() for session in seen.sessions[:1]]
-    waits += [
-        f"item {place} under way for {seconds:.1f} s"
-        for scheduler in seen.schedulers
-        for place, seconds in sorted(scheduler.under_way.items(), key=lambda item: -item[1])[:1]
-    ]
-    return f"it waits for: {'; '.join(waits)}" if waits else "no trajectory and no engine is waited for"
+    if is_sampling:
+        waits += [
+            f"item {place} under way for {seconds:.1f} s"
+            for scheduler in seen.schedulers
+            for place, seconds in sorted(scheduler.under_way.items(), key=lambda item: -item[1])[:1]
+        ]
+        waits += [session.text() for session in seen.sessions[:_MAX_SESSIONS]]
+        if len(seen.sessions) > _MAX_SESSIONS:
+            waits.append(f"{len(seen.sessions) - _MAX_SESSIONS} more sessions")
+    if waits:
+        return f"it waits for: {'; '.join(waits)}"
+    return "no trajectory and no engine is waited for" if is_sampling else "no engine is waited for"
 
 
 def _safe_dump() -> Dump | None:
