@@ -147,21 +147,8 @@ class CausalLM:
         """
         directory.mkdir(parents=True, exist_ok=True)
         self.model.save_pretrained(directory, state_dict=None if weights is None else dict(weights))  # pyright: ignore[reportCallIssue]
-        if tokenizer_source is None:
-            return
-        source = Path(tokenizer_source)
-        if not source.is_dir():
-            from transformers import AutoTokenizer
-
-            AutoTokenizer.from_pretrained(str(tokenizer_source)).save_pretrained(directory)
-            return
-        for pattern in _TOKENIZER_FILES:
-            for path in sorted(source.glob(pattern)):
-                target = directory / path.name
-                if path.is_dir():
-                    shutil.copytree(path, target, dirs_exist_ok=True)
-                else:
-                    shutil.copyfile(path, target)
+        if tokenizer_source is not None:
+            copy_tokenizer(tokenizer_source, directory)
 
     def _precision(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._autocast is None else torch.autocast(self.device.type, self._autocast)
@@ -208,6 +195,23 @@ def _alike(left: Tensor, right: Tensor) -> bool:
 
 def _as_it_is(logits: Tensor) -> Tensor:
     return logits
+
+
+def copy_tokenizer(source: str | Path, directory: Path) -> None:
+    """Puts the tokenizer's files of a folder, unchanged, or of a hub id into a directory that exists."""
+    folder = Path(source)
+    if not folder.is_dir():
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(str(source)).save_pretrained(directory)
+        return
+    for pattern in _TOKENIZER_FILES:
+        for path in sorted(folder.glob(pattern)):
+            target = directory / path.name
+            if path.is_dir():
+                shutil.copytree(path, target, dirs_exist_ok=True)
+            else:
+                shutil.copyfile(path, target)
 
 
 def load_causal_lm(
