@@ -1,0 +1,378 @@
+"""`MegatronRank`: one rank of a policy trained with Megatron-core: tensor, pipeline and data parallel, sequences packed.
+
+Invariants: ranks of one share of the data get the same micro-batches and do the same; gradients of a step are summed over data ranks once, in
+`optimizer_step`; and weights, moments and names are those of the Hugging Face model, whatever the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ostinato_engines import TensorSpec, WeightManifest
+from ostinato_trainer.backends.adamw import AdamWOptions
+from ostinato_trainer.backends.base import EntropyMode, LossFn, MicroBatchOutput, OptimizerStats
+from ostinato_trainer.backends.causal_lm import copy_tokenizer
+from ostinato_trainer.backends.megatron import core, files
+from ostinato_trainer.backends.megatron.optimizer import STATE_KEYS, ShardedOptimizer
+from ostinato_trainer.backends.megatron.shape import DecoderShape, MegatronLayout
+from ostinato_trainer.backends.megatron.tensors import ModelTensors
+from ostinato_trainer.backends.model_passes import check_ids, check_temperature, merge_metrics, out_of_memory_named
+from ostinato_trainer.backends.ranks.base import RankAddress, RankPlace
+from ostinato_trainer.backends.state import BackendState
+from ostinato_trainer.backends.token_log_probs import VocabularyShard, chosen_log_probs_of_shard
+from ostinato_trainer.batch import Batch
+from ostinato_trainer.errors import BackendError, BatchError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class MegatronOptions(AdamWOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a rank needs to know besides the model; names follow `actor_rollout_ref.actor`."""
+
+    layout: MegatronLayout = MegatronLayout()
+    """Ranks of one model."""
+    dtype: str = "float32"
+    """Of the parameters and of what is computed: float32 or bfloat16. Gradients, moments and the weights that steps are taken of stay float32."""
+    keep_reference: bool = False
+    """Keep the model as it is at construction, the reference of a KL term, as a second copy."""
+    enable_gradient_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass and compute the rest again."""
+
+    def check(self) -> None:
+        """Raises BackendError where a value is out of range."""
+        if self.dtype not in _DTYPES:
+            raise BackendError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}; float32 is safe")
+        super().check()
+
+
+class MegatronRankFactory(msgspec.Struct, frozen=True, kw_only=True):
+    """A `RankFactory` that loads a model folder."""
+
+    path: str
+    """Folder or hub id of the model."""
+    options: MegatronOptions
+
+    def __call__(self, address: RankAddress, device: torch.device) -> MegatronRank:
+        """Builds the rank; the default process group stands."""
+        return MegatronRank(self.path, self.options, device=device, timeout_s=address.timeout_s)
+
+
+class MegatronRank:
+    """See `RankBackend` for the methods' contract."""
+
+    def __init__(
+        self, path: str | Path, options: MegatronOptions, *, device: torch.device, timeout_s: float = 600.0
+    ) -> None:
+        """
+        Args:
+            path: Folder or hub id of the model, which all ranks read.
+            options: See `MegatronOptions`.
+            device: Of this rank; the default process group stands.
+            timeout_s: How long a collective may wait.
+
+        Raises:
+            BackendError: an option is out of range, the model is not mapped, it or the ranks do not divide, or its weights cannot be read.
+        """
+        options.check()
+        config = _model_config(path)
+        self._shape = DecoderShape.from_config(config.to_dict())
+        options.layout.check(self._shape, dist.get_world_size())
+        self.options, self._path, self._config, self._device = options, path, config, device
+        self._groups = core.join_groups(options.layout, timeout_s=timeout_s)
+        self._tensors = ModelTensors(self._shape, options.layout, self._groups, device)
+        pretrained = files.PretrainedTensors(path)
+        self._model = self._loaded(pretrained)
+        self._reference = self._loaded(pretrained).requires_grad_(False) if options.keep_reference else None
+        self.optimizer = ShardedOptimizer(self._model, options, self._groups)
+        self.policy_version = 0
+        """Optimizer steps that changed the weights."""
+
+    @property
+    def place(self) -> RankPlace:
+        """See `RankBackend.place`; the last stage has the results."""
+        return RankPlace(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            data_index=self._groups.data_rank,
+            data_size=self._groups.data_size,
+            reports=self._groups.is_last_stage and self._groups.tensor_rank == 0,
+        )
+
+    @property
+    def pads_sequences(self) -> bool:
+        """Sequences are packed."""
+        return False
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[Batch],
+        loss_fn: LossFn,
+        *,
+        temperature: float = 1.0,
+        entropy: EntropyMode = EntropyMode.OFF,
+    ) -> dict[str, float]:
+        """See `RankBackend.forward_backward`. A micro-batch without a trained token costs nothing: nothing waits for it, because data ranks meet
+        in `optimizer_step` only.
+
+        Raises:
+            BackendError: memory ran out, the loss has no gradient, or the temperature is not positive.
+            BatchError: a token id lies outside the vocabulary, or positions are given.
+        """
+        check_temperature(temperature)
+        trained = [self._checked(each) for each in micro_batches if each.num_loss_tokens]
+        if not trained:
+            return {}
+
+        def step(stage: nn.Module, micro_batch: Batch) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            on_device = micro_batch.to(self._device, torch.float32)
+
+            def loss_of(states: Tensor) -> tuple[Tensor, Tensor, Any]:
+                log_probs, spread = self._log_probs(
+                    self._model, states, on_device, on_device.loss_mask, temperature, entropy
+                )
+                loss, metrics = loss_fn(MicroBatchOutput(log_probs, spread), on_device)
+                if not loss.requires_grad:
+                    raise BackendError(
+                        "loss must depend on the log-probabilities or values, got a constant; do not detach them in the loss"
+                    )
+                return loss, torch.ones((), dtype=torch.int, device=self._device), metrics
+
+            return core.states_of(stage, on_device), loss_of
+
+        totals: dict[str, Any] = {}
+        keys = "ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu"
+        try:
+            with out_of_memory_named("an update", keys):
+                for metrics in core.run_schedule(self.optimizer.model, trained, step, forward_only=False):
+                    merge_metrics(totals, metrics)
+        except BaseException:
+            self.optimizer.clear_gradients()
+            raise
+        self.optimizer.mark_gradient()
+        return {name: float(value) for name, value in totals.items()}
+
+    @torch.no_grad()
+    def log_probs(
+        self,
+        micro_batches: Sequence[Batch],
+        *,
+        temperature: float,
+        reference: bool = False,
+        loss_tokens_only: bool = False,
+    ) -> list[Tensor]:
+        """See `RankBackend.log_probs`; the last stage answers, the others with nothing.
+
+        Raises:
+            BackendError: no reference is kept, memory ran out, or the temperature is not positive.
+            BatchError: a token id lies outside the vocabulary, or positions are given.
+        """
+        check_temperature(temperature)
+        model = self._reference if reference else self._model
+        if model is None:
+            raise BackendError(
+                "keep_reference must be true for log-probabilities of the reference, got false; set use_kl_loss"
+            )
+        if not micro_batches:
+            return []
+
+        def step(stage: nn.Module, micro_batch: Batch) -> tuple[Tensor, Callable[..., Tensor]]:
+            on_device = micro_batch.to(self._device)
+            wanted = on_device.loss_mask.clone() if loss_tokens_only else torch.ones_like(on_device.loss_mask)
+            wanted[on_device.cu_seqlens[:-1]] = False
+
+            def answer(states: Tensor, non_loss_data: bool = True) -> Tensor:
+                return self._log_probs(model, states, on_device, wanted, temperature, EntropyMode.OFF)[0].cpu()
+
+            return core.states_of(stage, on_device), answer
+
+        with out_of_memory_named("log-probabilities", "ppo_max_token_len_per_gpu"):
+            return core.run_schedule(model, [self._checked(each) for each in micro_batches], step, forward_only=True)
+
+    def optimizer_step(self) -> OptimizerStats:
+        """See `RankBackend.optimizer_step`."""
+        stats = self.optimizer.step()
+        if not stats.skipped:
+            self.policy_version += 1
+        return stats
+
+    def manifest(self, version: int) -> WeightManifest:
+        """See `RankBackend.manifest`."""
+        return WeightManifest(
+            version,
+            tuple(
+                TensorSpec(name, shape, self.options.dtype)
+                for block in self._tensors.blocks
+                for name, shape in block.tensors
+            ),
+        )
+
+    def weights(self) -> Iterator[list[tuple[str, Tensor]]]:
+        """See `RankBackend.weights`: a layer at a time."""
+        parameters = self.optimizer.parameters
+        for block in self._tensors.blocks:
+            yield self._tensors.on_first_rank(
+                block, lambda part: parameters[part.parameter], _DTYPES[self.options.dtype]
+            )
+
+    def save(self, directory: Path) -> None:
+        """See `RankBackend.save` and `ostinato_trainer.backends.megatron.files`; each stage writes its own layers.
+
+        Raises:
+            OSError: the directory cannot be written.
+        """
+        keys = STATE_KEYS if self.optimizer.num_updates else STATE_KEYS[:1]
+        tensors = self._tensors
+        for block in tensors.own_blocks:
+            state: dict[str, list[tuple[str, Tensor]]] = {}
+            for key in keys:
+                shares = {part: self.optimizer.state_of(part.parameter, key) for part in block.parts if not part.alias}
+                if self._groups.data_rank == 0:
+                    state[key] = tensors.gathered(block, shares.__getitem__)
+            if tensors.speaks_for_stage:
+                files.write_block(directory, block, state)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            files.write_counters(directory, self._counters())
+
+    def load(self, directory: Path) -> None:
+        """See `RankBackend.load`. Any layout reads what any other wrote; the reference stays the model that the rank was made with.
+
+        Raises:
+            CheckpointError: a file is missing, damaged, or of another model; nothing has changed then, on any rank.
+        """
+
+        def check() -> None:
+            has_moments = _num_updates(files.read_counters(directory)) > 0
+            for block in self._tensors.blocks:
+                files.check_block(directory, block, has_moments=has_moments)
+
+        files.same_error_everywhere(check)
+        counters = files.read_counters(directory)
+        num_updates = _num_updates(counters)
+        for block in self._tensors.own_blocks:
+            for part in block.parts:
+                source = self._tensors.blocks[0] if part.alias else block  # an alias is a copy of the embedding
+                whole = files.read_block(directory, source, part.names, has_moments=num_updates > 0)
+                state = {key: self._tensors.own_share(part, tensors) for key, tensors in whole.items()}
+                self.optimizer.set_state(part.parameter, state, num_updates)
+        self.optimizer.set_counters(num_steps=counters.num_steps, num_skipped=counters.num_skipped)
+        self.policy_version = counters.policy_version
+
+    def save_hf(self, directory: Path) -> None:
+        """See `RankBackend.save_hf`; weights are of the type that is computed in."""
+        manifest = self.manifest(0)
+        if dist.get_rank() != 0:
+            for _ in self.weights():
+                pass
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        size = _DTYPES[self.options.dtype].itemsize
+        total_bytes = sum(size * _numel(spec.shape) for spec in manifest.tensors)
+        files.write_hf_weights(directory, self.weights(), total_bytes)
+        self._config.dtype = _DTYPES[self.options.dtype]
+        self._config.save_pretrained(directory)
+        copy_tokenizer(self._path, directory)
+
+    def _loaded(self, pretrained: files.PretrainedTensors) -> Any:
+        """This rank's part of the model with its weights."""
+        model = core.build_model(
+            self._shape,
+            self.options.layout,
+            self._groups,
+            dtype=_DTYPES[self.options.dtype],
+            device=self._device,
+            frequencies=_rotary_frequencies(self._config),
+            recompute=self.options.enable_gradient_checkpointing,
+        )
+        parameters = dict(model.named_parameters())
+        with torch.no_grad():
+            for block in self._tensors.own_blocks:
+                whole = pretrained.of_block(block)
+                for part in block.parts:
+                    parameters.pop(part.parameter).copy_(self._tensors.own_share(part, whole))
+        assert not parameters, f"unmapped parameters: {sorted(parameters)}"
+        return model
+
+    def _log_probs(
+        self,
+        model: Any,
+        states: Tensor,
+        batch: Batch,
+        wanted: Tensor,
+        temperature: float,
+        entropy: EntropyMode,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities and entropies, float32 [T], of the tokens wanted; 0 without a gradient elsewhere."""
+        tokens = wanted.nonzero().squeeze(-1)
+        weight = core.output_weight(model)
+        chosen, spread = chosen_log_probs_of_shard(
+            states.squeeze(1).index_select(0, tokens - 1),
+            batch.token_ids[tokens],
+            weight,
+            shard=VocabularyShard(self._groups.tensor_group, self._groups.tensor_rank * weight.shape[0]),
+            temperature=temperature,
+            entropy=entropy,
+        )
+        blank = chosen.new_zeros(batch.num_tokens)
+        return blank.index_copy(0, tokens, chosen), None if spread is None else blank.index_copy(0, tokens, spread)
+
+    def _checked(self, batch: Batch) -> Batch:
+        check_ids(batch, self._shape.vocab_size)
+        if batch.position_ids is not None:
+            raise BatchError(
+                "position_ids must be absent to be trained on with Megatron, where positions count from 0 in every sequence, got some; "
+                "use actor_rollout_ref.actor.strategy=fsdp2 or local"
+            )
+        return batch
+
+    def _counters(self) -> BackendState:
+        return BackendState(
+            num_steps=self.optimizer.num_steps,
+            num_skipped=self.optimizer.num_skipped,
+            policy_version=self.policy_version,
+        )
+
+
+def _num_updates(counters: BackendState) -> int:
+    return counters.num_steps - counters.num_skipped
+
+
+def _numel(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _model_config(path: str | Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(
+            str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else str(path)
+        )
+    except Exception as error:  # transformers and huggingface_hub each raise their own: here they become one message
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise BackendError(
+            f"model path must hold a causal language model, got {str(path)!r}: {reason}; check actor_rollout_ref.model.path"
+        ) from error
+
+
+def _rotary_frequencies(config: Any) -> Tensor:
+    """float [head_dim / 2]: those of `transformers` itself, scaling included."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rotary = LlamaRotaryEmbedding(config)
+    if rotary.attention_scaling != 1.0:
+        raise BackendError(
+            f"rotary positions must leave attention unscaled to be trained with Megatron, got a factor of {rotary.attention_scaling}; "
+            "use actor_rollout_ref.actor.strategy=fsdp2 or local"
+        )
+    return rotary.inv_freq.detach().clone()
