@@ -23,7 +23,7 @@ def context_of():
         tokenizer = tiny_chat_tokenizer()
         tools = make_tool_executor(config.actor_rollout_ref.rollout.multi_turn, tokenizer)
         pool = ServerPool([ScriptedServer([])])
-        manager = build_manager(config, tokenizer, pool, tools, RewardManager(config.reward, tokenizer))
+        manager, _ = build_manager(config, tokenizer, pool, tools, RewardManager(config.reward, tokenizer))
         return manager._workers[0]._context
 
     return make

@@ -57,3 +57,11 @@ class TraceStoreError(RolloutError, ValueError):
 
 class TracingUnavailableError(RolloutError, ImportError):
     """The backend that spans should go to is not installed."""
+
+
+class ClusterError(RolloutError, RuntimeError):
+    """An actor could not be placed or started, or its process has gone."""
+
+
+class ActorLostError(ClusterError, ConnectionError):
+    """The process of an actor has gone, or cannot be reached: what it was doing has no result."""

@@ -10,10 +10,17 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from ostinato_agent_loop import RolloutManager, agent_loop_class, load_manager_class, make_tool_executor
+from ostinato_agent_loop import (
+    AgentLoopManager,
+    RolloutManager,
+    agent_loop_class,
+    load_manager_class,
+    make_tool_executor,
+)
 from ostinato_engines.device import seed_all
 from ostinato_engines.versions import installed_versions
 from ostinato_rollout import ServerPool, SessionBudget, dumps_on_signal
@@ -44,8 +51,13 @@ from ostinato_trainer.loop.ppo_trainer import PPOTrainer
 from ostinato_trainer.loop.sampling import sampling_of
 from ostinato_trainer.metrics.generations import GenerationWatch
 from ostinato_trainer.model_files import check_model_folder, check_same_tokenizer, load_tokenizer
+from ostinato_trainer.placement.executor import AgentWorkers, cluster_of, manager_and_workers, places_of
+from ostinato_trainer.restarts import restart_metrics, run_with_restarts
 from ostinato_trainer.rewards.manager import RewardManager
 from ostinato_trainer.rollout_engine import build_pool
+
+if TYPE_CHECKING:
+    from ostinato_trainer.placement.places import Places
 
 logger = logging.getLogger(__name__)
 
@@ -70,15 +82,37 @@ def run_training(config: Config, *, on_step: Callable[[int, Mapping[str, float]]
         check_same_tokenizer(str(config.actor_rollout_ref.model.path), config.critic.model.path)
     trainer = config.trainer
     check_root(Path(trainer.local_dir))
-    with CheckpointManager(
-        trainer.local_dir, max_to_keep=trainer.max_ckpt_to_keep, best_metric=trainer.best_metric
-    ) as folder:
-        point = resume_point(trainer, folder)
-        run_interruptibly(_run(config, folder, point, [StepFunction(on_step)] if on_step else []))
+    callbacks = [StepFunction(on_step)] if on_step else []
+
+    def attempt(config: Config, causes: Sequence[str]) -> None:
+        with CheckpointManager(
+            trainer.local_dir, max_to_keep=trainer.max_ckpt_to_keep, best_metric=trainer.best_metric
+        ) as folder:
+            point = resume_point(config.trainer, folder)
+            run_interruptibly(_run_placed(config, folder, point, callbacks, causes))
+
+    with cluster_of(config):
+        run_with_restarts(config, attempt)
+
+
+async def _run_placed(
+    config: Config,
+    folder: CheckpointManager,
+    point: ResumePoint | None,
+    callbacks: Sequence[object],
+    causes: Sequence[str],
+) -> None:
+    async with places_of(config) as places:
+        await _run(config, folder, point, callbacks, places, causes)
 
 
 async def _run(
-    config: Config, folder: CheckpointManager, point: ResumePoint | None, callbacks: Sequence[object]
+    config: Config,
+    folder: CheckpointManager,
+    point: ResumePoint | None,
+    callbacks: Sequence[object],
+    places: Places | None,
+    causes: Sequence[str],
 ) -> None:
     seed_all(config.trainer.seed)
     model = config.actor_rollout_ref.model
@@ -87,8 +121,8 @@ async def _run(
         check_same_run(point, config, tokenizer)
     tools = make_tool_executor(config.actor_rollout_ref.rollout.multi_turn, tokenizer)
     rewards = RewardManager(config.reward, tokenizer, max_response_length=config.data.max_response_length)
-    pool = build_pool(config)
-    manager = build_manager(config, tokenizer, pool, tools, rewards)
+    pool = build_pool(config, places)
+    manager, workers = build_manager(config, tokenizer, pool, tools, rewards, places)
     train_rows, val_rows = build_datasets(config, tokenizer, tools)
     _check_scorers(config, rewards, train_rows, val_rows)
     manager.check_agents(name for name in _distinct("agent_names", train_rows, val_rows) if name is not None)
@@ -128,9 +162,13 @@ async def _run(
         stack.push_async_callback(pool.shutdown)
         stack.push_async_callback(tools.close)
         await pool.start()
+        if workers is not None:
+            stack.push_async_callback(workers.shutdown)
+            await workers.start()
         loggers.describe(
             {"versions/trainer": installed_versions(), "versions/engine": pool.servers[0].versions}
             | ({} if point is None else {"resumed_from": str(point.directory)})
+            | ({f"restart_{number}": cause for number, cause in enumerate(causes, 1)})
         )
         checkpoints = await stack.enter_async_context(
             RunCheckpoints(folder, config, backend, loggers, critic=critic, parts=stateful)
@@ -143,7 +181,7 @@ async def _run(
             backend=backend,
             checkpoints=checkpoints,
             callbacks=[
-                StepFunction(loggers.log),
+                StepFunction(lambda step, metrics: loggers.log(step, {**metrics, **restart_metrics(causes)})),
                 GenerationWatch(config.trainer, loggers, tokenizer.decode),
                 *own_callbacks,
                 *callbacks,
@@ -158,9 +196,17 @@ async def _run(
 
 
 def build_manager(
-    config: Config, tokenizer: ChatTokenizer, pool: ServerPool, tools: ToolExecutor, rewards: RewardManager
-) -> RolloutManager:
-    """`AgentLoopManager`, or the class that `agent.agent_loop_manager_class` names."""
+    config: Config,
+    tokenizer: ChatTokenizer,
+    pool: ServerPool,
+    tools: ToolExecutor,
+    rewards: RewardManager,
+    places: Places | None = None,
+) -> tuple[RolloutManager, AgentWorkers | None]:
+    """`AgentLoopManager`, or the class that `agent.agent_loop_manager_class` names, and the workers that are actors, not started.
+
+    A class of the user's own runs trajectories in this process, as it would without places.
+    """
     rollout = config.actor_rollout_ref.rollout
     trace = completed(
         rollout.trace,
@@ -178,9 +224,12 @@ def build_manager(
         max_turn_tokens=rollout.multi_turn.max_turn_tokens,
     )
     manager_class = load_manager_class(rollout.agent)
-    return manager_class(
+    if places is not None and manager_class is AgentLoopManager:
+        return manager_and_workers(config, rollout, tokens, budget, pool, places)
+    manager = manager_class(
         rollout, tokens=tokens, budget=budget, pool=pool, tools=tools, reward_fn=rewards, seed=config.rollout_seed
     )
+    return manager, None
 
 
 def backend_options(config: Config, total_steps: int) -> LocalBackendOptions:

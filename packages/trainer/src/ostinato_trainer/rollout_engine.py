@@ -9,14 +9,17 @@ import importlib.util
 import itertools
 import shutil
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ostinato_engines import AsyncServerBase
-from ostinato_engines.device import pick_device
+from ostinato_engines.device import CUDA, HOST, device_kind, pick_device
 from ostinato_engines.engine_process import EngineProcess
 from ostinato_engines.loading import construct_server, engine_class, load_server_class, names_not_taken
 from ostinato_rollout import ServerPool
 from ostinato_trainer.config import Config, RolloutConfig
+
+if TYPE_CHECKING:
+    from ostinato_trainer.placement.places import Places
 
 __all__ = ["ENGINE_LOG", "build_pool", "build_server", "engine_problems"]
 
@@ -26,20 +29,27 @@ ENGINE_LOG: Final = "engine.log"
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
 
 
-def build_pool(config: Config) -> ServerPool:
-    """The pool of the run's engine, not started; an engine that dies is made and started again.
+def build_pool(config: Config, places: Places | None = None) -> ServerPool:
+    """The pool of the run's engines, not started; an engine that dies is made and started again.
+
+    Args:
+        config: The whole tree.
+        places: Where replicas go as actors; None: one engine, of this process.
 
     Raises:
         EngineError: As `build_server`.
     """
     pool, restarts = config.actor_rollout_ref.rollout.pool, itertools.count(1)
 
-    def make_server(_: int) -> AsyncServerBase:
+    def make_server(index: int) -> AsyncServerBase:
+        if places is not None:
+            return _replica(config, places, index)
         # What the one before has printed may say why it died.
         return build_server(config, log_name=f"engine.{next(restarts)}.log")
 
+    servers = [build_server(config)] if places is None else [make_server(i) for i in range(len(places.replicas))]
     return ServerPool(
-        [build_server(config)],
+        servers,
         make_server=make_server,
         restarts=pool.restarts,
         seed=config.rollout_seed,
@@ -61,7 +71,7 @@ def build_server(config: Config, *, log_name: str = ENGINE_LOG) -> AsyncServerBa
     rollout = config.actor_rollout_ref.rollout
     model_path = str(config.actor_rollout_ref.model.path)
     chosen = {parameter: value for _, parameter, value in _chosen(rollout)}
-    settings = {**_settings(config), **chosen}
+    settings = {**_settings(config, pick_device(config.trainer.device or "auto")), **chosen}
     custom = rollout.agent.custom_async_server
     if rollout.engine_python is None:
         if custom.path is not None and custom.name is not None:
@@ -85,10 +95,32 @@ def build_server(config: Config, *, log_name: str = ENGINE_LOG) -> AsyncServerBa
     )
 
 
+def _replica(config: Config, places: Places, index: int) -> AsyncServerBase:
+    """The engine of one replica as an actor, not started."""
+    from ostinato_rollout.ray_cluster import RayReplica  # an extra
+
+    rollout = config.actor_rollout_ref.rollout
+    chosen = {parameter: value for _, parameter, value in _chosen(rollout)}
+    if rollout.engine_python is not None:
+        chosen["python"] = _interpreter(rollout.engine_python)
+    device = (
+        (device_kind(config.trainer.device) if config.trainer.device else CUDA) if places.layout.on_devices else HOST
+    )
+    custom = rollout.agent.custom_async_server
+    return RayReplica(
+        rollout.name if custom.path is None else f"{custom.path}:{custom.name}",
+        str(config.actor_rollout_ref.model.path),
+        settings={**_settings(config, device), **chosen},
+        required=list(chosen),
+        placement=places.replicas[index],
+        start_timeout_s=config.ray_kwargs.start_timeout_s,
+    )
+
+
 def engine_problems(config: Config) -> list[str]:
     """Sentences about an engine that is not there and about keys that it would not read; empty where it can be started."""
     rollout = config.actor_rollout_ref.rollout
-    problems = _process_problems(rollout)
+    problems = _process_problems(rollout) if config.trainer.executor == "local" else _actor_problems(rollout)
     if rollout.agent.custom_async_server.path is not None:
         return problems  # what its class takes is asked when it is made
     if rollout.engine_python is None and importlib.util.find_spec(rollout.name) is None:
@@ -126,11 +158,28 @@ def _process_problems(rollout: RolloutConfig) -> list[str]:
     return problems
 
 
-def _settings(config: Config) -> dict[str, Any]:
+def _actor_problems(rollout: RolloutConfig) -> list[str]:
+    """Of engines in actors."""
+    problems, custom = [], rollout.agent.custom_async_server
+    if rollout.full_determinism:
+        problems.append(
+            f"{_ROLLOUT}.full_determinism must be false with trainer.executor=ray, got true: when a request reaches another process is left "
+            f"to the clock; write {_ROLLOUT}.full_determinism=false or trainer.executor=local"
+        )
+    takes_python = custom.path is None and not names_not_taken(engine_class(rollout.name), ["python"])
+    if rollout.engine_python is not None and not takes_python:
+        problems.append(
+            f"{_ROLLOUT}.engine_python must be null with trainer.executor=ray, got {rollout.engine_python}: the engine is in the environment of "
+            f"its actor; write {_ROLLOUT}.engine_python=null, and ray_kwargs.ray_init.runtime_env for an environment of another kind"
+        )
+    return problems
+
+
+def _settings(config: Config, device: str) -> dict[str, Any]:
     """What every engine is offered."""
     rollout, data = config.actor_rollout_ref.rollout, config.data
     return {
-        "device": pick_device(config.trainer.device or "auto"),
+        "device": device,
         "dtype": config.actor_rollout_ref.actor.dtype,
         "max_model_len": rollout.max_model_len or data.max_prompt_length + data.max_response_length,
         "max_num_seqs": rollout.max_num_seqs,

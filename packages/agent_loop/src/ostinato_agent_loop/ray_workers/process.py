@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -48,7 +49,8 @@ class WorkerSpec:
     budget: SessionBudget
     """How long a trajectory may get."""
     make_reward_fn: Callable[[], RewardFn] | None = None
-    """Called once in each worker, for what scores its trajectories; None: only agents' own scores."""
+    """Called once in each worker, for what scores its trajectories; its `aclose`, if it has one, is called at the end. None: only agents'
+    own scores."""
     make_tools: Callable[[], ToolExecutor] | None = None
     """The same for its tools; None: made from `config.multi_turn`."""
     seed: int = 0
@@ -107,6 +109,13 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+@runtime_checkable
+class _Closable(Protocol):
+    """A reward function that holds processes or connections."""
+
+    async def aclose(self) -> None: ...
+
+
 class WorkerBody(ActorBody):
     """An `AgentLoopWorker` in an actor. All its methods belong to the actor's event loop."""
 
@@ -118,6 +127,7 @@ class WorkerBody(ActorBody):
         self._connecting: dict[ReplicaEndpoint, asyncio.Task[None]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._tracer: Tracer | None = None
+        self._reward_fn: RewardFn | None = None
 
     async def build(self, spec: WorkerSpec, agents: Mapping[str, bytes], share: WorkerShare, view: ReplicaView) -> None:
         """Makes the worker.
@@ -155,8 +165,8 @@ class WorkerBody(ActorBody):
             agent=config.agent,
             tracer=self._tracer,
         )
-        reward_fn = None if spec.make_reward_fn is None else spec.make_reward_fn()
-        self._worker = AgentLoopWorker(context, config.agent, reward_fn=reward_fn)
+        self._reward_fn = None if spec.make_reward_fn is None else spec.make_reward_fn()
+        self._worker = AgentLoopWorker(context, config.agent, reward_fn=self._reward_fn)
 
     async def _make_client(self, spec: WorkerSpec, view: ReplicaView) -> LLMServerClient:
         """A client that admits to its part of what the replicas hold."""
@@ -299,7 +309,7 @@ class WorkerBody(ActorBody):
         )
 
     async def close(self) -> None:
-        """Ends all trajectories, and lets go of tools and replicas."""
+        """Ends all trajectories, and lets go of tools, reward and replicas."""
         self._is_closed = True
         for running in self._running.values():
             running.cancel()
@@ -311,6 +321,10 @@ class WorkerBody(ActorBody):
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
                 await self._tools.close()
+        if isinstance(self._reward_fn, _Closable):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_S):
+                    await self._reward_fn.aclose()
         if self._tracer is not None:
             await self._tracer.aclose()
         for endpoint in list(self._servers):

@@ -4,12 +4,11 @@ Ray decides where a process runs, starts it and notices its end; what is asked o
 call of a conversation waits for Ray. Who goes where is its caller's business. Needs the extra `ray`.
 """
 
+from ostinato_rollout.errors import ActorLostError, ClusterError
 from ostinato_rollout.ray_cluster.actors import (
     ActorBody,
-    ActorLostError,
     ActorPlacement,
     ActorProcess,
-    ClusterError,
     pickled,
 )
 from ostinato_rollout.ray_cluster.cluster import ClusterNode, cluster_nodes, connected, free, reserve

@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 
 from ostinato_engines import MissingDependencyError
-from ostinato_rollout.errors import RolloutError
+from ostinato_rollout.errors import ActorLostError, ClusterError
+from ostinato_rollout.ray_cluster.host_processes import is_running
 
 try:
     import ray
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _END_S = 10.0
 _POLL_S = 0.02
+_GRACE_S = 0.5
 _MAX_CALLS = 100_000
 """Calls that one actor has under way at a time: what bounds them is the caller's."""
 
@@ -45,14 +47,6 @@ def pickled(value: Any) -> bytes:
         Exception: It cannot be pickled; the class says little.
     """
     return cloudpickle.dumps(value)  # pyright: ignore[reportPrivateImportUsage]
-
-
-class ClusterError(RolloutError, RuntimeError):
-    """An actor could not be placed or started, or its process has gone."""
-
-
-class ActorLostError(ClusterError, ConnectionError):
-    """The process of an actor has gone, or cannot be reached: what it was doing has no result."""
 
 
 class ActorPlacement(msgspec.Struct, frozen=True, kw_only=True):
@@ -258,8 +252,13 @@ async def _end_at(place: ActorPlace) -> None:
 
 
 def end_group(pid: int, timeout_s: float = _END_S) -> bool:
-    """Kills the process group that `pid` leads, stopped processes as well; whether it was gone before the deadline."""
-    deadline = time.monotonic() + timeout_s
+    """Kills the process group that `pid` leads, stopped processes as well; whether it was gone before the deadline.
+
+    The leader, which Ray has been told to end, gets a moment for that: Ray reports every other end as an accident.
+    """
+    deadline, grace_over = time.monotonic() + timeout_s, time.monotonic() + _GRACE_S
+    while time.monotonic() < grace_over and is_running(pid):
+        time.sleep(_POLL_S)
     while time.monotonic() < deadline:
         try:
             os.killpg(pid, signal.SIGKILL)

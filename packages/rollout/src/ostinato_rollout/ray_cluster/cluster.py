@@ -19,7 +19,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from ostinato_rollout.ray_cluster.actors import ClusterError, free_resources, ray_in_short
+from ostinato_rollout.errors import ClusterError
+from ostinato_rollout.ray_cluster.actors import free_resources, ray_in_short
 from ostinato_rollout.ray_cluster.host_processes import descendants, wait_until_gone
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,8 @@ def descendants(pid: int) -> set[int]:
 
 def is_running(pid: int) -> bool:
     """Whether a process is there; one that has ended, though nobody has asked for its result yet, is not."""
-    return _processes().get(pid, (0, "Z"))[1] not in "ZX"
+    found = _parent_and_state(pid)
+    return found is not None and found[1] not in "ZX"
 
 
 def wait_until_gone(pids: set[int], timeout_s: float = 20.0) -> set[int]:
@@ -34,13 +35,14 @@ def wait_until_gone(pids: set[int], timeout_s: float = 20.0) -> set[int]:
 
 def _processes() -> dict[int, tuple[int, str]]:
     """Parent and state of all processes."""
-    found = {}
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            state, parent, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has just ended
-            continue
-        found[int(folder.name)] = (int(parent), state)
-    return found
+    pids = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
+    return {pid: found for pid in pids if (found := _parent_and_state(pid)) is not None}
+
+
+def _parent_and_state(pid: int) -> tuple[int, str] | None:
+    """None of a process that is not there."""
+    try:
+        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(parent), state

@@ -21,12 +21,12 @@ from ostinato_engines import (
     WeightManifest,
 )
 from ostinato_engines.loading import construct_server, server_class_of
+from ostinato_rollout.errors import ClusterError
 from ostinato_rollout.ray_cluster.actors import (
     ActorBody,
     ActorPlace,
     ActorPlacement,
     ActorProcess,
-    ClusterError,
     num_nodes,
     own_node,
     show_devices,

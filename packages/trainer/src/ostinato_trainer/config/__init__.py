@@ -14,6 +14,7 @@ from ostinato_trainer.config.actor import ActorConfig, ModelConfig, OptimConfig,
 from ostinato_trainer.config.algorithm import AlgorithmConfig, KLControlConfig, RolloutCorrectionConfig
 from ostinato_trainer.config.critic import CriticConfig, CriticModelConfig, CriticOptimConfig
 from ostinato_trainer.config.data import CustomClassConfig, DataConfig
+from ostinato_trainer.config.ray import RayConfig, RayInitConfig
 from ostinato_trainer.config.resuming import ResumeConfig
 from ostinato_trainer.config.reward import (
     CombineConfig,
@@ -54,6 +55,8 @@ __all__ = [
     "OptimConfig",
     "OverlongBufferConfig",
     "PolicyLossConfig",
+    "RayConfig",
+    "RayInitConfig",
     "RewardConfig",
     "RewardModelConfig",
     "RolloutConfig",
@@ -108,10 +111,15 @@ class TrainerConfig(ResumeConfig, frozen=True, forbid_unknown_fields=True, kw_on
     """Folder for all that validations sample, a file of JSON lines each; null writes none."""
     rollout_data_dir: str | None = None
     """Folder for all that is sampled for training, a file of JSON lines a step; null writes none."""
+    executor: Literal["local", "ray"] = "local"
+    """Where the run's parts are: local has them in this process, ray as actors of a cluster (`ray_kwargs`): engine replicas, agent workers,
+    and the ranks of training where the strategy has any."""
     nnodes: Annotated[int, Meta(ge=1)] = 1
     """Machines of the run."""
     n_gpus_per_node: Annotated[int, Meta(ge=1)] = 1
-    """Devices on each machine."""
+    """Devices on each machine; on CPUs, ranks. With executor=ray, engines share these devices unless `rollout.nnodes` gives them their own."""
+    max_restarts: Annotated[int, Meta(ge=0)] = 3
+    """How often a run whose training ranks or actors were lost goes on by itself, from its newest checkpoint; then it ends with all causes."""
     logger: tuple[Literal["console", "jsonl", "tensorboard", "mlflow", "wandb", "trackio"], ...] = ("console", "jsonl")
     """Where metrics go: console, jsonl (metrics.jsonl in default_local_dir), tensorboard, mlflow, wandb, trackio; any at once."""
     project_name: str = "ostinato"
@@ -158,6 +166,8 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Scoring of finished trajectories."""
     trainer: TrainerConfig = TrainerConfig()
     """The run."""
+    ray_kwargs: RayConfig = RayConfig()
+    """The cluster of a run with `trainer.executor=ray`."""
 
     @property
     def data_seed(self) -> int:

@@ -20,8 +20,9 @@ from ostinato_trainer.config.algorithm_checks import (
 from ostinato_trainer.config.reward_checks import reward_problems, unread_reward_keys
 from ostinato_trainer.config.sampling_checks import sampling_problems, sampling_rules, uncorrected_staleness
 from ostinato_trainer.errors import ConfigError
+from ostinato_trainer.placement.checks import executor_problems, unread_executor_keys
 
-__all__ = ["check_runnable", "consistency_problems", "problems_text", "unread_keys"]
+__all__ = ["check_runnable", "consistency_problems", "problems_text", "template_problems", "unread_keys"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,6 @@ _ACTOR: Final = "actor_rollout_ref.actor"
 _MODEL: Final = "actor_rollout_ref.model"
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
 _RENDERED: Final = frozenset({"messages", "tools", "add_generation_prompt"})
-"""Variables of a chat template that no configuration may replace."""
 
 
 _WITHOUT_CRITIC: Final = (
@@ -92,11 +92,7 @@ def consistency_problems(config: Config) -> list[str]:
     for name in ("train_max_samples", "val_max_samples"):
         if getattr(data, name) == 0:
             problems.append(f"data.{name} must be at least 1, or -1 for all rows, got 0; write data.{name}=-1")
-    if taken := _RENDERED.intersection(data.apply_chat_template_kwargs):
-        problems.append(
-            f"data.apply_chat_template_kwargs must not hold what every prompt is rendered with, got {', '.join(sorted(taken))}; "
-            "remove it"
-        )
+    problems += template_problems(data.apply_chat_template_kwargs)
     custom = data.custom_cls
     if (custom.path is None) != (custom.name is None):
         problems.append(
@@ -115,6 +111,16 @@ def consistency_problems(config: Config) -> list[str]:
         names = ", ".join(config.trainer.logger)
         problems.append(f"trainer.logger must name each logger once, got [{names}]; remove the repeated name")
     return problems
+
+
+def template_problems(apply_chat_template_kwargs: Collection[str]) -> list[str]:
+    """Sentences about variables of a chat template that no configuration may replace."""
+    taken = sorted(_RENDERED.intersection(apply_chat_template_kwargs))
+    if not taken:
+        return []
+    return [
+        f"data.apply_chat_template_kwargs must not hold what every prompt is rendered with, got {', '.join(taken)}; remove it"
+    ]
 
 
 def unread_keys(config: Config, written: Collection[str]) -> list[str]:
@@ -153,6 +159,7 @@ def unread_keys(config: Config, written: Collection[str]) -> list[str]:
             ("data.truncation",),
         ),
         *unread_reward_keys(config.reward),
+        *unread_executor_keys(config),
         (
             config.trainer.resume_mode != "resume_path",
             f"trainer.resume_mode is {config.trainer.resume_mode}",
@@ -232,8 +239,9 @@ def check_runnable(config: Config) -> None:
             "write data.val_files=PATH and trainer.test_freq, a divisor of trainer.save_freq"
         )
     problems += engine_problems(config)
+    problems += executor_problems(config)
     for path, value in (("trainer.nnodes", trainer.nnodes), ("trainer.n_gpus_per_node", trainer.n_gpus_per_node)):
-        if value > 1:
+        if value > 1 and trainer.executor == "local":
             problems.append(f"{path} must be 1: this version trains on one device, got {value}; write {path}=1")
     problems += missing_algorithms(config)
     if problems:

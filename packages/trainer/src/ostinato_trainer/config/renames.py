@@ -42,6 +42,7 @@ RENAMED_PATHS: Final[dict[str, str]] = {
     "reward.reward_model.enable": "reward.reward_model.url",
     "model_path": "actor_rollout_ref.model.path",
     "seed": "trainer.seed",
+    "ray_init": "ray_kwargs.ray_init",
     "tokenizer": "actor_rollout_ref.model.path",
     "data.tokenizer": "actor_rollout_ref.model.path",
 }
@@ -299,8 +300,6 @@ UNREAD_SECTIONS: Final[dict[str, str]] = {
     "reward.reward_manager": "each trajectory is scored as soon as it ends; see reward.combine",
     "reward.overlong_buffer.log": "the punishment is always recorded",
     "async_training": _AHEAD,
-    "ray_kwargs": "this version runs in one process",
-    "ray_init": "this version runs in one process",
 }
 """Whole sections without a reader -> why."""
 

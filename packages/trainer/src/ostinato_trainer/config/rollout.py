@@ -54,6 +54,11 @@ class RolloutConfig(AgentRolloutConfig, frozen=True, forbid_unknown_fields=True,
     """Conversations that one engine replica generates at the same time."""
     full_determinism: bool = False
     """Make a run repeat exactly: batches in the engine are formed in request order, whatever comes first."""
+    nnodes: Annotated[int, Meta(ge=0)] = 0
+    """Machines whose devices belong to engines alone, with `trainer.executor=ray`; 0: engines share the devices of training, and sleep while
+    it uses them unless `trainer.max_staleness` lets them sample meanwhile."""
+    n_gpus_per_node: Annotated[int, Meta(ge=1)] | None = None
+    """Devices on each of these machines; null takes `trainer.n_gpus_per_node`."""
     tensor_model_parallel_size: Annotated[int, Meta(ge=1)] = 1
     """Devices over which one engine replica is split."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = None

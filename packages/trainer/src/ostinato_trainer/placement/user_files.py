@@ -1,0 +1,31 @@
+"""Files that a configuration names and that actors read."""
+
+from __future__ import annotations
+
+from ostinato_trainer.config import Config
+from ostinato_trainer.custom_code import is_file, without_prefix
+
+__all__ = ["named_files"]
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def named_files(config: Config) -> dict[str, str]:
+    """Key -> path, of files and folders that engines and agent workers open; the policy's model among them."""
+    rollout, reward = config.actor_rollout_ref.rollout, config.reward
+    agent = rollout.agent
+    paths = {
+        "actor_rollout_ref.model.path": config.actor_rollout_ref.model.path,
+        f"{_ROLLOUT}.agent.agent_loop_config_path": agent.agent_loop_config_path,
+        f"{_ROLLOUT}.agent.gateway.cwd": agent.gateway.cwd,
+    }
+    if rollout.multi_turn.enable:
+        paths[f"{_ROLLOUT}.multi_turn.tool_config_path"] = rollout.multi_turn.tool_config_path
+        paths[f"{_ROLLOUT}.multi_turn.function_tool_path"] = rollout.multi_turn.function_tool_path
+    of_code = {
+        f"{_ROLLOUT}.agent.custom_async_server.path": agent.custom_async_server.path,
+        f"{_ROLLOUT}.agent.gateway.function": (agent.gateway.function or "").rpartition(":")[0] or None,
+        "reward.custom_reward_function.path": reward.custom_reward_function.path,
+    }
+    paths |= {key: without_prefix(path) for key, path in of_code.items() if path is not None and is_file(path)}
+    return {key: path for key, path in paths.items() if path is not None}
