@@ -17,6 +17,7 @@ from ostinato_trainer.algorithms.policy_losses import PolicyLossOptions, policy_
 from ostinato_trainer.assembly import backend_options
 from ostinato_trainer.backends.base import EntropyMode
 from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions
+from ostinato_trainer.backends.state import fingerprint
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.errors import BackendError, BatchError, CheckpointError
@@ -387,6 +388,41 @@ def test_a_saved_backend_continues_bit_for_bit(tmp_path):
         assert step(straight) == step(resumed)
     assert same(parameters(straight), parameters(resumed))
     assert (resumed.optimizer.num_steps, resumed.policy_version) == (6, 6)
+
+
+def test_a_reference_must_be_the_one_of_the_run(tmp_path):
+    """A run that keeps a reference does not go on with other weights as one, such as those of its own checkpoint; without one any do."""
+    backend = make_backend(keep_reference=True)
+    step(backend)
+    backend.save(tmp_path / "state")
+    backend.save_hf(tmp_path / "huggingface")
+    make_backend(keep_reference=True).load(tmp_path / "state")
+    options = LocalBackendOptions(device="cpu", keep_reference=True)
+    trained = LocalBackend.from_pretrained(tmp_path / "huggingface", options)
+    before = {name: tensor.clone() for name, tensor in trained.model.named_parameters()}
+    with pytest.raises(
+        CheckpointError, match=r"model.path must name the weights that the run began with, .*got others"
+    ):
+        trained.load(tmp_path / "state")
+    assert all(torch.equal(before[name], tensor) for name, tensor in trained.model.named_parameters())
+    make_backend(seed=1).load(tmp_path / "state")
+
+
+def test_a_fingerprint_tells_weights_apart():
+    """It depends on names, types and every bit, and on nothing else."""
+    tensors = {"a": torch.randn(3, 4, dtype=torch.bfloat16), "b": torch.tensor(1.0), "c": torch.tensor([True, False])}
+    found = fingerprint(tensors)
+    assert fingerprint({name: tensor.clone() for name, tensor in reversed(tensors.items())}) == found
+    flipped = tensors["a"].clone()
+    flipped.view(torch.int16)[1, 2] ^= 1
+    others = [
+        {**tensors, "a": flipped},
+        {**tensors, "a": tensors["a"].t()},
+        {**tensors, "b": torch.tensor(1.0, dtype=torch.float64)},
+        {**tensors, "d": torch.zeros(0)},
+        {name: tensor for name, tensor in tensors.items() if name != "c"},
+    ]
+    assert len({found, *map(fingerprint, others)}) == 1 + len(others)
 
 
 def test_an_unstepped_backend_can_be_saved_and_loaded(tmp_path):

@@ -172,6 +172,20 @@ def test_saved_and_loaded_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
         make_backend(rank=0).load(tmp_path / "actor")
 
 
+def test_adapters_must_rest_on_the_weights_that_they_were_trained_on(tmp_path: Path) -> None:
+    """A checkpoint of adapters is not put on other weights of the same shapes, such as its own merged ones."""
+    backend = make_backend()
+    step(backend, 2)
+    backend.save(tmp_path)
+    merged = make_model()
+    with torch.no_grad():
+        for name, tensor in sent(backend).items():
+            merged.get_parameter(name).copy_(tensor)
+    with pytest.raises(CheckpointError, match=r"model.path must name the weights that the run began with"):
+        make_backend(merged).load(tmp_path)
+    make_backend().load(tmp_path)
+
+
 def test_the_exported_folder_is_merged_and_has_the_adapters_beside_it(tmp_path: Path) -> None:
     """transformers loads the folder as an ordinary model with the adapters' log-probabilities, peft loads the adapters onto the base, and a
     snapshot that is written later is the model of its moment."""

@@ -29,7 +29,14 @@ from ostinato_trainer.backends.model_passes import (
     out_of_memory_named,
 )
 from ostinato_trainer.backends.packing import Layout
-from ostinato_trainer.backends.state import BackendState, ModelState, check_matches, read_state
+from ostinato_trainer.backends.state import (
+    BackendState,
+    ModelState,
+    check_frozen,
+    check_matches,
+    fingerprint,
+    read_state,
+)
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError
 
@@ -99,6 +106,7 @@ class LocalBackend:
             self._reference = (
                 self._wrapped(copy.deepcopy(model).requires_grad_(False)) if without_adapters else self._lm
             )
+        self._frozen = self._frozen_fingerprint()
         self._tokenizer_source = tokenizer_source
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.optimizer = AdamW(trained, self.options)
@@ -241,7 +249,7 @@ class LocalBackend:
         return LocalSnapshot(self._state().copied(), self._lm, self._tokenizer_source, self._lora)
 
     def load(self, directory: str | Path) -> None:
-        """See `TrainingBackend.load`. The reference stays the model that the backend was made with.
+        """See `TrainingBackend.load`. The reference stays the model that the backend was made with, which must be the one of that run.
 
         Raises:
             CheckpointError: a file is missing, damaged, or of another model; nothing has changed then.
@@ -249,6 +257,7 @@ class LocalBackend:
         weights, moments, state = read_state(Path(directory))
         tensors = self._trained_tensors()
         check_matches(directory, weights, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        check_frozen(directory, state.frozen, self._frozen)
         self.optimizer.load(moments, num_steps=state.num_steps, num_skipped=state.num_skipped, source=directory)
         with torch.no_grad():
             for name, tensor in tensors.items():
@@ -263,11 +272,19 @@ class LocalBackend:
         """What training may change: all tensors of the model, or the adapters alone."""
         return self._lm.named_tensors() if self._lora is None else self._lora.parameters()
 
+    def _frozen_fingerprint(self) -> str | None:
+        """Of the model as it was loaded, where adapters or a reference need it to stay."""
+        if self._lora is None and self._reference is None:
+            return None
+        tensors = self._lm.named_tensors()
+        return fingerprint(tensors if self._lora is None else self._lora.base_tensors(tensors))
+
     def _state(self) -> ModelState:
         counters = BackendState(
             num_steps=self.optimizer.num_steps,
             num_skipped=self.optimizer.num_skipped,
             policy_version=self.policy_version,
+            frozen=self._frozen,
         )
         return ModelState(self._trained_tensors(), self.optimizer.moments(), counters)
 

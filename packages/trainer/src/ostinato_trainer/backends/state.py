@@ -7,11 +7,13 @@ This module copies, writes and reads it and tells a damaged or foreign one by na
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,6 +25,7 @@ _WEIGHTS = "weights.safetensors"
 _MOMENTS = "optimizer.safetensors"
 _COUNTERS = "backend.json"
 _FORMAT = "ostinato-backend-1"
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class BackendState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -31,6 +34,8 @@ class BackendState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     num_steps: int
     num_skipped: int
     policy_version: int
+    frozen: str | None = None
+    """`fingerprint` of the weights that the run needs and never changes, under adapters or of a reference; None where there are none."""
     format: str = _FORMAT
 
 
@@ -106,6 +111,31 @@ def check_matches(directory: str | Path, found: Mapping[str, Tensor], expected: 
                 f"checkpoint must fit the model: {name} must be {_shape_of(expected.get(name))}, "
                 f"got {_shape_of(shape)} in {directory}; resume with the model that was saved"
             )
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """Names, types, shapes and content of tensors in a few characters, the same on every device.
+
+    The content is the sum of a tensor's bits, taken as whole numbers of its width: exact in any order, and read once at the speed of the memory.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} {int(bits.sum(dtype=torch.int64))}\n".encode())
+    return digest.hexdigest()
+
+
+def check_frozen(directory: str | Path, found: str | None, expected: str | None) -> None:
+    """Checks that the weights that a run never changes are those that it began with, as far as both have any.
+
+    Raises:
+        CheckpointError: they are others.
+    """
+    if found is not None and expected is not None and found != expected:
+        raise CheckpointError(
+            "actor_rollout_ref.model.path must name the weights that the run began with, for adapters and the reference rest on them, got "
+            f"others than those of {directory}; write the path and the precision (actor.dtype) of that run"
+        )
 
 
 def _shape_of(shape: tuple[int, ...] | None) -> str:
