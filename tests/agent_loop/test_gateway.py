@@ -326,11 +326,42 @@ def test_settings_that_cannot_run_are_refused_before_anything_starts(world):
             GatewayConfig(**options)
 
 
-async def test_a_command_that_is_not_there_is_a_recorded_failure(world):
-    """A program that cannot be started fails its trajectory and says which one."""
-    options = {"gateway": GatewayConfig(command=["/nowhere/agent"])}
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"command": ["/nowhere/agent"]}, "begin with a program.*'/nowhere/agent'"),
+        ({"command": ["no-such-program", "x"]}, "'no-such-program', which is no executable file in PATH"),
+        ({"command": ["sh"], "env": {"PATH": "/nowhere"}}, "'sh', which is no executable file in PATH"),
+        ({"command": ["agents/mine.py"], "cwd": "agents"}, "'agents/mine.py', which is no executable file"),
+        ({"command": ["sh", "agents/mine.py"]}, r"whole paths while cwd is null.*/agents/mine.py'.*config_dir"),
+        ({"command": ["sh"], "cwd": "nowhere"}, "cwd must be a folder, got 'nowhere'"),
+    ],
+)
+def test_a_command_that_cannot_start_is_refused_before_anything_starts(world, tmp_path, monkeypatch, settings, said):
+    """A program, a file or a folder that is not there, or would not be where the program runs, is named before the run."""
+    (tmp_path / "agents").mkdir()
+    (tmp_path / "agents" / "mine.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AgentConfigError, match=said):
+        world.build(["x"], agent="gateway_agent", agent_options={"gateway": GatewayConfig(**settings)})
+
+
+async def test_paths_of_a_command_begin_in_its_folder(world, tmp_path, monkeypatch):
+    """With `cwd` a program and its files may be named from there, wherever the run was started."""
+    (tmp_path / "mine.sh").write_text('#!/bin/sh\nexec "$@"\n')
+    (tmp_path / "mine.sh").chmod(0o755)
+    (tmp_path / "mine.py").write_text(ASK + "ask(messages)")
+    gateway = GatewayConfig(command=["./mine.sh", sys.executable, "./mine.py"], cwd=str(tmp_path))
+    await world.run_ok(["Yes.<|im_end|>"], agent="gateway_agent", agent_options={"gateway": gateway})
+
+
+async def test_a_program_that_does_not_start_is_a_recorded_failure(world, tmp_path):
+    """A file that may be executed and is no program fails its trajectory and says which one."""
+    (tmp_path / "agent").write_bytes(b"\x00\x01")
+    (tmp_path / "agent").chmod(0o755)
+    options = {"gateway": GatewayConfig(command=[str(tmp_path / "agent")])}
     trajectory = await world.run_one(["x"], agent="gateway_agent", agent_options=options)
-    assert "/nowhere/agent" in trajectory.failure.message
+    assert f"{tmp_path}/agent" in trajectory.failure.message
 
 
 async def test_an_agent_in_this_process_gets_address_and_row(world, tmp_path):

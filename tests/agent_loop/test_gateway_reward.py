@@ -66,6 +66,16 @@ async def test_a_reward_that_is_not_given_is_a_failure(world):
     assert world.rewarded == []
 
 
+async def test_a_reward_that_was_refused_is_told_as_such(world):
+    """A program that does not look at its answer, and posted NaN, has given no reward; the failure says why it was not taken."""
+    text = 'refused({"reward": float("nan")})'
+    trajectory = await world.run_one(["Yes.<|im_end|>"], agent="gateway_agent", agent_options=program(text))
+    assert trajectory.reward is None
+    assert trajectory.failure.kind is FailureKind.REWARD
+    assert "got one that was refused (the body must be JSON" in trajectory.failure.message
+    assert "without NaN or Infinity" in trajectory.failure.message
+
+
 async def test_a_program_that_fails_after_its_reward_has_failed(world):
     """A reward does not make up for a program that ends badly."""
     text = 'post("/rl/set_reward", {"reward": 1}); sys.exit("it broke")'

@@ -228,7 +228,13 @@ async def test_a_length_that_nobody_knows_is_null(openai_app, ask):
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", CHAT, 405), ("GET", "/", 404), ("POST", "/health", 405), ("DELETE", "/sessions/none", 404)],
+    [
+        ("GET", CHAT, 405),
+        ("GET", "/", 404),
+        ("POST", "/health", 405),
+        ("DELETE", "/sessions/none", 404),
+        ("POST", f"{CHAT}/", 404),
+    ],
 )
 async def test_paths_that_there_are_not(openai_app, ask, method, path, status):
     """Unknown paths, methods and sessions are errors in OpenAI's form."""

@@ -18,7 +18,7 @@ from ostinato_agent_loop.base import AgentLoopBase
 from ostinato_agent_loop.config import RolloutConfig
 from ostinato_agent_loop.errors import AgentConfigError, AgentProgramError, AgentRowError
 from ostinato_agent_loop.gateway.address import GatewayAddress, open_address
-from ostinato_agent_loop.gateway.program import run_program
+from ostinato_agent_loop.gateway.program import check_command, run_program
 from ostinato_agent_loop.gateway.recording import Recording
 from ostinato_agent_loop.output import AgentLoopOutput, TrajectoryEnd
 from ostinato_agent_loop.registry import register
@@ -51,6 +51,8 @@ class GatewayAgentLoop(AgentLoopBase):
                 f"agent.gateway.command or agent.gateway.function must be set for agent {name!r}, got neither;"
                 " name the program that it runs"
             )
+        else:
+            check_command(gateway)
 
     @classmethod
     def gives_reward(cls, config: RolloutConfig) -> bool:

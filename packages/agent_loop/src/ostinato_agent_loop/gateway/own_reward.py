@@ -35,6 +35,7 @@ class OwnReward:
         self.is_wanted = is_wanted
         self.result: RewardResult | None = None
         """What was given."""
+        self._refusal = ""  # why the last one was not taken; a program need not look at its answer
 
     def take(self, body: bytes) -> Mapping:
         """Take a reward. The same one again, as from a client that tries again, changes nothing.
@@ -42,6 +43,14 @@ class OwnReward:
         Raises:
             ApiError: It is no finite number, another one was given before, or nobody asked for it.
         """
+        try:
+            self.result = self._read(body)
+        except ApiError as error:
+            self._refusal = str(error)
+            raise
+        return {"reward": self.result.score}
+
+    def _read(self, body: bytes) -> RewardResult:
         if not self.is_wanted:
             raise ApiError(
                 "agent.gateway.own_reward must be true for a program that gives its own reward, got false; set it, or leave"
@@ -66,14 +75,14 @@ class OwnReward:
                 status=409,
                 code="reward_given",
             )
-        self.result = result
-        return {"reward": result.score}
+        return result
 
     def missing(self) -> RewardResultError | None:
         """Return why the trajectory has no reward, if it should have one."""
         if not self.is_wanted or self.result is not None:
             return None
+        got = f"one that was refused ({self._refusal})" if self._refusal else "none"
         return RewardResultError(
-            f"the agent's program must give its reward before it ends (agent.gateway.own_reward), got none; POST"
+            f"the agent's program must give its reward before it ends (agent.gateway.own_reward), got {got}; POST"
             f' {{"reward": NUMBER}} to OPENAI_BASE_URL{PATH} with the key, also where it gives up'
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from ostinato_agent_loop.errors import AgentProgramError
+from ostinato_agent_loop.config import GatewayConfig
+from ostinato_agent_loop.errors import AgentConfigError, AgentProgramError
 
 _PASSED = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
 _MAX_OUTPUT_BYTES = 1 << 20
@@ -44,6 +46,33 @@ class ProgramResult(msgspec.Struct, frozen=True):
         how = f"status {self.status}" if self.status > 0 else f"signal {_signal_name(-self.status)}"
         last = self.stderr.strip()[-_SHOWN_CHARACTERS:] or "it wrote nothing to stderr"
         raise AgentProgramError(f"the agent's program must end with status 0, got {how}; its last lines: {last}")
+
+
+def check_command(gateway: GatewayConfig) -> None:
+    """See that `command` can be started where it will be.
+
+    Raises:
+        AgentConfigError: Program or folder are not there, or a path would be looked for in an empty folder.
+    """
+    if gateway.cwd is not None and not Path(gateway.cwd).is_dir():
+        raise AgentConfigError(f"agent.gateway.cwd must be a folder, got {gateway.cwd!r}; make it, or correct the path")
+    for part in gateway.command if gateway.cwd is None else ():
+        if os.sep in part and not os.path.isabs(part) and os.path.exists(part):
+            raise AgentConfigError(
+                f"agent.gateway.command must name files by whole paths while cwd is null, got {part!r}, which is not in the empty"
+                f" folder that the program runs in; write {os.path.abspath(part)!r} (in a YAML file ${{config_dir}}/... is"
+                " beside it), or set agent.gateway.cwd"
+            )
+    program = gateway.command[0]
+    if os.sep in program:
+        found = shutil.which(Path(gateway.cwd or os.sep, program))
+    else:
+        found = shutil.which(program, path=gateway.env.get("PATH"))
+    if found is None:
+        raise AgentConfigError(
+            f"agent.gateway.command must begin with a program that can be started, got {program!r}, which is no executable file"
+            f"{'' if os.sep in program else ' in PATH'}; correct the path, or install it"
+        )
 
 
 async def run_program(

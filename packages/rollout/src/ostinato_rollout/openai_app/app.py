@@ -165,7 +165,7 @@ class OpenAIApp:
                 Route(f"{prefix}/v1/models/{{model:path}}", self._guarded(self._one_model), methods=["GET"]),
             ]
 
-        return Starlette(
+        app = Starlette(
             routes=[
                 Route("/health", self._health, methods=["GET"]),
                 Route("/sessions/{session}", self._guarded(self._end_session), methods=["DELETE"]),
@@ -179,6 +179,8 @@ class OpenAIApp:
             exception_handlers={HTTPException: _no_route},
             lifespan=self._lifespan,
         )
+        app.router.redirect_slashes = False  # behind a gateway a redirection would lead past the trajectory's address
+        return app
 
     @asynccontextmanager
     async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:

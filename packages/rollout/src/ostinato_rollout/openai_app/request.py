@@ -180,7 +180,9 @@ def decoded(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ApiError("the body must be JSON of some depth, got one that is too deep; flatten it") from None
     except msgspec.MsgspecError as error:
-        raise ApiError(f"the body must be JSON, got an error: {error}; send an object") from None
+        raise ApiError(
+            f"the body must be JSON, got an error: {error}; send an object, without NaN or Infinity"
+        ) from None
     if not isinstance(given, dict):
         raise ApiError(f"the body must be a JSON object, got {type(given).__name__}; send one")
     return {name: value for name, value in given.items() if value is not None}
