@@ -190,16 +190,18 @@ def test_an_output_with_something_in_it_is_refused(model: Path, tmp_path: Path) 
     """What is there already is neither mixed with the model nor lost, whether folder or file."""
     data = jsonl(tmp_path / "data.jsonl", [conversation("yes")])
     for output in (tmp_path, tmp_path / "data.jsonl", tmp_path / "data.jsonl" / "below"):
-        with pytest.raises(CheckpointError, match="--output"):
+        with pytest.raises(CheckpointError, match=r"trainer\.default_local_dir must be .*choose another"):
             run(model, data, output)
     assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
+    with pytest.raises(CheckpointError, match=r"folder, .* with chat_template\.jinja; choose another --output"):
+        run(model, data, model)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_nothing_is_left_half_written(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """A full disk is one message with the cure, Ctrl-C stays what it is; either way no folder appears."""
+    """A full disk is one message with the cure, Ctrl-C stays what it is; either way nothing of the model appears, and another try succeeds."""
 
     def fail(directory: Path, text: str) -> None:
         assert (directory / "model.safetensors").exists()
@@ -212,8 +214,13 @@ def test_nothing_is_left_half_written(
     with pytest.raises(expected) as caught:
         run(model, data, tmp_path / "out", f"model.chat_template={template}")
     if isinstance(error, OSError):
-        assert "No space left on device; make room" in str(caught.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "own.jinja"]
+        assert "No space left on device" in str(caught.value)
+        assert "make room" in str(caught.value)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["metrics.jsonl"]
+    monkeypatch.undo()
+    run(model, data, tmp_path / "out", f"model.chat_template={template}")
+    assert (tmp_path / "out" / "metrics.1.jsonl").is_file()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
 def sampled(tokenizer: ChatTokenizer, text: str) -> list[int]:
@@ -325,6 +332,11 @@ def test_a_file_of_settings_and_options_go_together(model: Path, tmp_path: Path)
         (["actor_rollout_ref.model.path=x"], "actor_rollout_ref.model.path is not a key; write model.path"),
         (["learning_rate=1"], "learning_rate is not a key; write optim.lr"),
         (["data.max_lenght=1"], "did you mean data.max_length"),
+        (
+            ["data.apply_chat_template_kwargs={tools: []}"],
+            "data.apply_chat_template_kwargs must not hold what every prompt",
+        ),
+        (["trainer.resume_mode=resume_path"], "trainer.resume_from_path must name a checkpoint"),
         (["trainer.nonsense=1"], "`ostinato config --sft` lists all keys"),
     ],
 )

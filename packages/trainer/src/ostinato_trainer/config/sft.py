@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ostinato_trainer.config.actor import ModelConfig, OptimConfig
+from ostinato_trainer.config.resuming import ResumeConfig
 
 __all__ = ["SftConfig", "SftDataConfig", "SftModelConfig", "SftOptimConfig", "SftTrainerConfig"]
 
@@ -66,7 +67,7 @@ class SftOptimConfig(OptimConfig, frozen=True, forbid_unknown_fields=True, kw_on
     """Largest global norm of the gradient; a larger one is scaled down to it."""
 
 
-class SftTrainerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SftTrainerConfig(ResumeConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The training (`trainer`)."""
 
     total_epochs: Annotated[int, Meta(ge=1)] = 1
@@ -75,10 +76,12 @@ class SftTrainerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Optimizer steps; null follows from total_epochs."""
     test_freq: Annotated[int, Meta(ge=-1)] = -1
     """Steps between validations; -1 or 0 validates before the first and after the last step only."""
+    save_freq: Annotated[int, Meta(ge=-1)] | Literal["after_each_epoch"] = 0
+    """Steps between checkpoints, from which a run that was stopped goes on; -1 saves one only after the last step, 0 none."""
     logger: tuple[Literal["console", "jsonl"], ...] = ("console", "jsonl")
     """Where metrics go: console, jsonl (metrics.jsonl in default_local_dir)."""
     default_local_dir: str | None = None
-    """A new or empty folder for the trained model, which appears there whole when training is over. Must be given."""
+    """A new or empty folder, or that of the run to go on with: of metrics, checkpoints and, when training is over, the model. Must be given."""
     seed: int = 0
     """Chooses and orders the conversations, and makes the adapters' first values."""
     device: str | None = None

@@ -34,6 +34,7 @@ def read_conversations(
     *,
     seed: int,
     number: int | None = None,
+    started_at: float | None = None,
 ) -> Conversations:
     """Different conversations of some files, in an order that the seed decides.
 
@@ -43,6 +44,7 @@ def read_conversations(
         config: Columns, the longest length, and what becomes of longer conversations.
         seed: Of the order, and so of the choice.
         number: How many are wanted, at least 1, and no more rows are read than that takes; None reads all.
+        started_at: When the conversations began, in seconds since 1970, for templates that print the date; None for now.
 
     Raises:
         DatasetError: A row is no conversation, one is too long where that is an error, or none is short enough.
@@ -55,7 +57,7 @@ def read_conversations(
     for file, index in order:
         if len(found) == number:
             break
-        conversation = _encoded(file.row(index), tokenizer, config, file.place(index))
+        conversation = _encoded(file.row(index), tokenizer, config, file.place(index), started_at)
         length = len(conversation.token_ids)
         if length <= config.max_length:
             found.append(conversation)
@@ -74,7 +76,9 @@ def read_conversations(
     return Conversations(found, len(lengths))
 
 
-def _encoded(row: dict[str, Any], tokenizer: ChatTokenizer, config: SftDataConfig, place: str) -> TrainingConversation:
+def _encoded(
+    row: dict[str, Any], tokenizer: ChatTokenizer, config: SftDataConfig, place: str, started_at: float | None
+) -> TrainingConversation:
     messages, tools = (parsed_json_text(row.get(key), list) for key in (config.messages_key, config.tools_key))
     if not isinstance(messages, list):
         raise DatasetError(
@@ -87,7 +91,11 @@ def _encoded(row: dict[str, Any], tokenizer: ChatTokenizer, config: SftDataConfi
         )
     try:
         return encode_training_conversation(
-            tokenizer, messages, tools, template_kwargs=config.apply_chat_template_kwargs or None
+            tokenizer,
+            messages,
+            tools,
+            template_kwargs=config.apply_chat_template_kwargs or None,
+            started_at=started_at,
         )
     except TokenizationError as error:
         raise DatasetError(f"{place}: {error}") from error

@@ -1,7 +1,7 @@
 """`ostinato sft`: conversations of files and a model folder in, a model folder out.
 
-Invariant: the output is there whole or not at all, and carries the chat template that it was trained with. What a token or
-a loss is, `ostinato_tokenization` and `ostinato_trainer.sft.steps` know.
+Invariant: the model is in the output whole or not at all, and carries the chat template that it was trained with; a run that was stopped goes
+on from its newest checkpoint as if it had not been. What a token or a loss is, `ostinato_tokenization` and `ostinato_trainer.sft.steps` know.
 """
 
 from __future__ import annotations
@@ -9,29 +9,36 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
-from ostinato_tokenization import ChatTokenizer
+from ostinato_tokenization import ChatTokenizer, TrainingConversation
 from ostinato_trainer.backends.lora import lora_options
 from ostinato_trainer.chat_template import chat_template_text, write_chat_template
-from ostinato_trainer.checkpoints.whole_folder import folder_made_whole
-from ostinato_trainer.config.checks import problems_text
+from ostinato_trainer.checkpoints.manager import CheckpointManager
+from ostinato_trainer.checkpoints.resume import ResumePoint, resume_point, take_up
+from ostinato_trainer.checkpoints.whole_folder import check_root, writing_below
 from ostinato_trainer.config.sft import SftConfig
-from ostinato_trainer.errors import ConfigError
-from ostinato_trainer.loggers.group import METRICS_FILE, JsonlLogger
-from ostinato_trainer.model_files import check_model_folder
+from ostinato_trainer.errors import TrainingInterrupted
 from ostinato_trainer.progress import step_progress
-from ostinato_trainer.sft.data import Conversations, read_conversations
-from ostinato_trainer.sft.steps import SftSettings, SftStep, train_sft
+from ostinato_trainer.sft.checkpoints import LearnedConversations, SftCheckpoints, began_at, check_unused
+from ostinato_trainer.sft.checks import check_sft
+from ostinato_trainer.sft.data import read_conversations
+from ostinato_trainer.sft.reporting import StepReports, step_metrics, step_note
+from ostinato_trainer.sft.steps import SftSettings, sft_backend, sft_steps
 
-__all__ = ["check_sft", "run_sft"]
+__all__ = ["run_sft"]
 
 _logger = logging.getLogger(__name__)
+
+_LAST_FILE: Final = "config.json"
+"""By which a folder is one of a model."""
 
 
 def run_sft(config: SftConfig, *, console: Console) -> None:
@@ -45,109 +52,142 @@ def run_sft(config: SftConfig, *, console: Console) -> None:
         ConfigError: Something that must be given is not, or no model can be where one is named.
         DatasetError: A row is no conversation, or none is short enough.
         TokenizationError, BackendError: The folder holds no tokenizer or no model.
-        CheckpointError: The output is occupied or cannot be written.
+        CheckpointError: The output is occupied or cannot be written, or its checkpoints are of another run.
+        TrainingInterrupted: No step could change the model.
     """
     check_sft(config)
-    output, data, seed = Path(str(config.trainer.default_local_dir)), config.data, config.trainer.seed
-    template = chat_template_text(config.model)
-    tokenizer = ChatTokenizer.from_pretrained(str(config.model.path), chat_template=template)
-    wanted = config.trainer.total_training_steps
-    number = None if wanted is None else wanted * data.train_batch_size
-    with folder_made_whole(output) as unfinished, step_progress(console) as progress:
-        train = _read(progress, console, "conversations", config, tokenizer, data.train_paths, number)
-        held_out = _read(progress, console, "validation", config, tokenizer, data.val_paths, None)
-        settings = _settings(config, num_conversations=len(train.encoded))
-        log = JsonlLogger(unfinished / METRICS_FILE) if "jsonl" in config.trainer.logger else None
-        bar = progress.add_task("supervised", total=settings.steps, note="")
-        steps = train_sft(
-            str(config.model.path), unfinished, train.encoded, settings, seed=seed, validation=held_out.encoded
-        )
-        begin = time.perf_counter()
-        try:
-            for step in steps:
-                now = time.perf_counter()
-                if log is not None:
-                    metrics = _metrics(step, seconds=now - begin)
-                    log.log(step.step, metrics | {"train/epoch": step.step * settings.batch_size / len(train.encoded)})
-                progress.update(bar, completed=step.step, note=_note(step))
-                tenth = step.step * 10 // settings.steps > (step.step - 1) * 10 // settings.steps
-                if (
-                    "console" in config.trainer.logger
-                    and (step.val_loss is not None or tenth)
-                    and not console.is_terminal
-                ):
-                    console.print(f"step {step.step} of {settings.steps}  {_note(step)}", highlight=False)
-                begin = time.perf_counter()
-        finally:
-            if log is not None:
-                log.close()
-        if template is not None:
-            write_chat_template(unfinished, template)
-    console.print(f"the model is in {escape(str(output))}", highlight=False, soft_wrap=True)
-
-
-def check_sft(config: SftConfig, written: Collection[str] = ()) -> None:
-    """Refuse what cannot be trained, all of it in one message, and say which written keys have no effect.
-
-    Args:
-        config: The whole tree.
-        written: Dotted paths that files, overrides or options gave.
-
-    Raises:
-        ConfigError: Naming every key that must be given or changed.
-    """
-    problems = []
-    for path, value, option in (
-        ("model.path", config.model.path, "--model"),
-        ("data.train_files", config.data.train_paths, "--data"),
-        ("trainer.default_local_dir", config.trainer.default_local_dir, "--output"),
+    folder = Path(str(config.trainer.default_local_dir)).expanduser()
+    check_root(folder)
+    with (
+        CheckpointManager(folder, max_to_keep=config.trainer.max_ckpt_to_keep) as manager,
+        step_progress(console) as bars,
     ):
-        if not value:
-            problems.append(f"{path} must be given, got none; write {option} PATH or {path}=PATH")
-    if config.trainer.test_freq > 0 and not config.data.val_paths:
-        problems.append(
-            f"data.val_files must name a file while trainer.test_freq is {config.trainer.test_freq}, got none; "
-            "write data.val_files=PATH or trainer.test_freq=-1"
+        check_unused(manager)
+        run = _Run(config, manager, resume_point(config.trainer, manager), console, bars)
+        if run.is_over:
+            return
+        run.train()
+        run.write_model()
+    console.print(f"the model is in {escape(str(folder))}", highlight=False, soft_wrap=True)
+
+
+class _Run:
+    """A fine-tuning, read and loaded and, where it goes on, brought to where it was. The folder is as it was."""
+
+    def __init__(
+        self, config: SftConfig, manager: CheckpointManager, point: ResumePoint | None, console: Console, bars: Progress
+    ) -> None:
+        self._config, self._manager, self._point, self._console, self._bars = config, manager, point, console, bars
+        self._started_at = time.time() if point is None else began_at(point)
+        self._template = chat_template_text(config.model)
+        tokenizer = ChatTokenizer.from_pretrained(str(config.model.path), chat_template=self._template)
+        wanted = config.trainer.total_training_steps
+        number = None if wanted is None else wanted * config.data.train_batch_size
+        self._train = self._read("conversations", tokenizer, config.data.train_paths, number)
+        self._held_out = self._read("validation", tokenizer, config.data.val_paths, None)
+        self._settings = _settings(config, num_conversations=len(self._train))
+        learned = LearnedConversations(
+            self._train, batch_size=self._settings.batch_size, seed=config.trainer.seed, began_at=self._started_at
         )
-    if problems:
-        raise ConfigError(problems_text(problems))
-    check_model_folder(str(config.model.path), key="model")
-    lora_options(config.model, seed=config.trainer.seed)  # an extra that is missing is told at once
-    no_adapters = not config.model.lora_rank and config.model.lora_adapter_path is None
-    rules = (
-        (no_adapters, "model.lora_rank is 0", ("lora_alpha", "target_modules", "exclude_modules"), "model"),
-        (
-            config.trainer.total_training_steps is not None,
-            "trainer.total_training_steps is given",
-            ("total_epochs",),
-            "trainer",
-        ),
-    )
-    for applies, why, names, section in rules:
-        for name in names:
-            if applies and f"{section}.{name}" in written:
-                _logger.warning("%s.%s has no effect while %s", section, name, why)
+        self._backend = sft_backend(str(config.model.path), self._settings)
+        self._checkpoints = SftCheckpoints(manager, config, self._backend, learned, template=self._template)
+        if point is not None:
+            self._checkpoints.restore(point, tokenizer)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether an earlier run has taken all steps and written the model; that is said."""
+        point, steps = self._point, self._settings.steps
+        if point is None or point.step < steps or not (self._manager.root / _LAST_FILE).is_file():
+            return False
+        _logger.warning(
+            "Nothing is left to do: %s is step %d of %d; more trainer.total_epochs or total_training_steps would go on from there",
+            point.directory,
+            point.step,
+            steps,
+        )
+        return True
 
-def _read(
-    progress: Progress,
-    console: Console,
-    what: str,
-    config: SftConfig,
-    tokenizer: ChatTokenizer,
-    paths: Collection[str],
-    number: int | None,
-) -> Conversations:
-    """The conversations of `paths`, none for no paths, with a bar while they are read and a line about what was left out."""
-    if not paths:
-        return Conversations([], 0)
-    bar = progress.add_task(what, total=None, note="")
-    found = read_conversations(list(paths), tokenizer, config.data, seed=config.trainer.seed, number=number)
-    count, note = len(found.encoded), f"{found.num_overlong} longer than {config.data.max_length} tokens were left out"
-    progress.update(bar, total=count, completed=count, note=note)
-    if found.num_overlong and not console.is_terminal:
-        console.print(f"{what}: {count}; {note}", highlight=False)
-    return found
+    def train(self) -> None:
+        """Take the steps that are left, with a checkpoint where one is due.
+
+        Raises:
+            TrainingInterrupted: None of all the run's steps could change the model.
+        """
+        manager, point, settings, trainer = self._manager, self._point, self._settings, self._config.trainer
+        manager.hold()
+        if point is not None:
+            take_up(manager, point)
+        steps_done = 0 if point is None else point.step
+        steps = sft_steps(
+            self._backend,
+            self._train,
+            steps=settings.steps,
+            batch_size=settings.batch_size,
+            seed=trainer.seed,
+            max_tokens_per_micro_batch=settings.max_tokens_per_micro_batch,
+            validation=self._held_out,
+            test_freq=settings.test_freq,
+            steps_done=steps_done,
+        )
+        bar = self._bars.add_task("supervised", total=settings.steps, completed=steps_done, note="")
+        with writing_below(manager.root), closing(StepReports(trainer, manager.root, self._console, point)) as reports:
+            begin = time.perf_counter()
+            for step in steps:
+                metrics = step_metrics(step, epoch=self._epochs(step.step), seconds=time.perf_counter() - begin)
+                if self._is_save_due(step.step):
+                    self._checkpoints.save(step.step, metrics)
+                self._bars.update(bar, completed=step.step, note=step_note(step))
+                reports.show(step, metrics, num_steps=settings.steps)
+                begin = time.perf_counter()
+        if not self._backend.policy_version:
+            raise TrainingInterrupted(
+                f"{self._config.model.path} must learn something, but none of {settings.steps} steps had a gradient that is finite; "
+                "look at the first warning, and try model.dtype=float32 or a lower optim.lr"
+            )
+
+    def write_model(self) -> None:
+        """Write the model as it is, with the template that it was trained with.
+
+        Raises:
+            CheckpointError: The folder cannot be written.
+        """
+
+        def write(directory: Path) -> None:
+            self._backend.save_hf(directory)
+            if self._template is not None:
+                write_chat_template(directory, self._template)
+
+        self._manager.write_files(write, last=_LAST_FILE)
+
+    def _epochs(self, step: int) -> float:
+        """Passes over the conversations when the step is done."""
+        return step * self._settings.batch_size / len(self._train)
+
+    def _is_save_due(self, step: int) -> bool:
+        """Whether the step ends an interval between checkpoints, or the run."""
+        freq = self._config.trainer.save_freq
+        if freq == 0 or step == 0:
+            return False
+        if freq == "after_each_epoch":
+            return step == self._settings.steps or int(self._epochs(step)) > int(self._epochs(step - 1))
+        return step == self._settings.steps or (freq > 0 and step % freq == 0)
+
+    def _read(
+        self, what: str, tokenizer: ChatTokenizer, paths: Sequence[str], number: int | None
+    ) -> list[TrainingConversation]:
+        """The conversations of `paths`, none for no paths, with a bar while they are read and a line about what was left out."""
+        if not paths:
+            return []
+        data, bar = self._config.data, self._bars.add_task(what, total=None, note="")
+        found = read_conversations(
+            paths, tokenizer, data, seed=self._config.trainer.seed, number=number, started_at=self._started_at
+        )
+        count, note = len(found.encoded), f"{found.num_overlong} longer than {data.max_length} tokens were left out"
+        self._bars.update(bar, total=count, completed=count, note=note)
+        if found.num_overlong and not self._console.is_terminal:
+            self._console.print(f"{what}: {count}; {note}", highlight=False)
+        return found.encoded
 
 
 def _settings(config: SftConfig, *, num_conversations: int) -> SftSettings:
@@ -177,23 +217,3 @@ def _settings(config: SftConfig, *, num_conversations: int) -> SftSettings:
         device=config.trainer.device or "auto",
         dtype=config.model.dtype,
     )
-
-
-def _metrics(step: SftStep, *, seconds: float) -> dict[str, float]:
-    measured = {} if step.val_loss is None else {"val/loss": step.val_loss}
-    if step.step == 0:
-        return measured
-    return {
-        "train/loss": step.loss,
-        "train/grad_norm": step.grad_norm,
-        "train/lr": step.lr,
-        "train/num_tokens": float(step.num_tokens),
-        "train/num_skipped_steps": float(step.skipped),
-        "timing_s/step": seconds,
-        **measured,
-    }
-
-
-def _note(step: SftStep) -> str:
-    losses = [] if step.step == 0 else [f"loss {step.loss:.3f}"]
-    return "  ".join(losses + ([] if step.val_loss is None else [f"val loss {step.val_loss:.3f}"]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -69,7 +70,7 @@ class SftStep(msgspec.Struct, frozen=True):
     step: int
     """From 1; 0 is the validation before training, where only `val_loss` means anything."""
     loss: float
-    """Mean negative log-likelihood of the trained tokens of this step's batch, in nats, before the update."""
+    """Mean negative log-likelihood of the trained tokens of this step's batch, in nats, before the update; NaN where there are none."""
     grad_norm: float
     lr: float
     skipped: bool
@@ -115,12 +116,14 @@ def sft_steps(
     max_tokens_per_micro_batch: int = 16384,
     validation: Sequence[MaskedTokens] = (),
     test_freq: int = -1,
+    steps_done: int = 0,
 ) -> Iterator[SftStep]:
     """Takes optimizer steps on shuffled conversations; each step happens when it is asked for.
 
     Every epoch is a new permutation, and a batch may span two epochs, so all conversations are seen equally often and
     all batches are of one size. The loss is the mean over the trained tokens of the batch. With conversations for `validation` their loss is
-    measured before the first step, every `test_freq` steps and after the last one.
+    measured before the first step, every `test_freq` steps and after the last one. With `steps_done` the backend is that of a run which
+    has taken so many of the `steps`, and the others follow.
 
     Raises:
         BatchError: see `sft_batch`; or `steps` or `batch_size` is below 1, or no token is trained on.
@@ -128,10 +131,10 @@ def sft_steps(
     if steps < 1 or batch_size < 1:
         raise BatchError(f"steps and batch_size must be at least 1, got {steps} and {batch_size}; raise them")
     data, held_out = _learnable(conversations), _learnable(validation) if validation else None
-    if held_out is not None:
+    if held_out is not None and not steps_done:
         yield SftStep(0, math.nan, math.nan, math.nan, False, val_loss=validation_loss(backend, held_out))
     batches = _endless_batches(data.num_sequences, min(batch_size, data.num_sequences), seed)
-    for step, chosen in zip(range(1, steps + 1), batches, strict=False):
+    for step, chosen in enumerate(islice(batches, steps_done, max(steps, steps_done)), steps_done + 1):
         batch = with_loss_weights(data.select(chosen), LossAggMode.TOKEN_MEAN)
         metrics = backend.forward_backward(
             batch.split_by_tokens(max_tokens_per_micro_batch, padded=backend.pads_sequences, allow_longer=True),
@@ -141,7 +144,7 @@ def sft_steps(
         measured = step == steps or (test_freq > 0 and step % test_freq == 0)
         yield SftStep(
             step,
-            metrics.get("train/loss", 0.0),
+            metrics.get("train/loss", math.nan),
             stats.grad_norm,
             stats.lr,
             stats.skipped,
@@ -181,6 +184,26 @@ def train_sft(
         BackendError: the folder holds no model.
         BatchError: see `sft_steps`.
     """
+    backend = sft_backend(model_path, settings)
+    yield from sft_steps(
+        backend,
+        conversations,
+        steps=settings.steps,
+        batch_size=settings.batch_size,
+        seed=seed,
+        max_tokens_per_micro_batch=settings.max_tokens_per_micro_batch,
+        validation=validation,
+        test_freq=settings.test_freq,
+    )
+    backend.save_hf(output)
+
+
+def sft_backend(model_path: str | Path, settings: SftSettings) -> LocalBackend:
+    """The model of a folder, to be trained by `settings`.
+
+    Raises:
+        BackendError: the folder holds no model, or a setting is out of range.
+    """
     options = LocalBackendOptions(
         device=settings.device,
         dtype=settings.dtype,
@@ -196,18 +219,7 @@ def train_sft(
         lora=settings.lora,
         use_remove_padding=settings.use_remove_padding,
     )
-    backend = LocalBackend.from_pretrained(model_path, options)
-    yield from sft_steps(
-        backend,
-        conversations,
-        steps=settings.steps,
-        batch_size=settings.batch_size,
-        seed=seed,
-        max_tokens_per_micro_batch=settings.max_tokens_per_micro_batch,
-        validation=validation,
-        test_freq=settings.test_freq,
-    )
-    backend.save_hf(output)
+    return LocalBackend.from_pretrained(model_path, options)
 
 
 def _endless_batches(count: int, size: int, seed: int) -> Iterator[list[int]]:
