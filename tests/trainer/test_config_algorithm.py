@@ -8,6 +8,7 @@ from ostinato_trainer.config.algorithm import Rejection, RolloutCorrectionConfig
 from ostinato_trainer.config.checks import check_runnable
 from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.errors import ConfigError
+from ostinato_trainer.loop.experience import needs_reference
 
 CORRECTION = "algorithm.rollout_correction"
 ACTOR = "actor_rollout_ref.actor"
@@ -135,3 +136,19 @@ def test_every_choice_is_runnable(estimator, loss):
     check_runnable(
         load_config([], [*keys, f"algorithm.adv_estimator={estimator}", f"{ACTOR}.policy_loss.loss_mode={loss}"])
     )
+
+
+def test_a_weight_of_zero_is_not_steered():
+    """An adaptive weight that starts at 0 would stay there; one that is fixed may be 0, to measure the divergence only."""
+    keys = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0"]
+    with pytest.raises(ConfigError, match=r"kl_coef must be above 0 while algorithm\.kl_ctrl\.type is adaptive"):
+        load_config([], [*keys, "algorithm.kl_ctrl.type=adaptive"])
+    load_config([], keys)
+
+
+def test_a_divergence_without_a_weight_is_said(caplog):
+    """use_kl_loss with a weight of 0 asks no reference and has no effect: that is said."""
+    with caplog.at_level(logging.WARNING):
+        config = load_config([], [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0"])
+    assert f"{ACTOR}.use_kl_loss has no effect while {ACTOR}.kl_loss_coef is 0" in caplog.text
+    assert not needs_reference(config)

@@ -70,10 +70,10 @@ def expected_weights(rows, level, lower, upper):
         for tokens in segments:
             weights.append(1.0)
             for mask, _, sampler in tokens:
-                if not mask or sampler is None:
+                if not mask or (sampler is None and (level == "token" or not ratios[row])):
                     weights.append(1.0)
                     continue
-                mine = next(count)
+                mine = 0.0 if sampler is None else next(count)
                 ratio = whole if level == "sequence" else math.exp(held(mine))
                 weights.append(min(ratio, upper) if lower is None else ratio if lower <= ratio <= upper else 0.0)
     return weights
@@ -82,7 +82,7 @@ def expected_weights(rows, level, lower, upper):
 @settings(deadline=None)
 @given(log_prob_rows(), st.sampled_from(["token", "sequence"]), st.sampled_from([2.0, "0.5_5.0", 1.5]))
 def test_weights_are_their_loops(rows, level, threshold):
-    """Cut at the upper bound, or zero outside the band, by token or by trajectory with all its segments; 1 where nothing is known."""
+    """Cut at the upper bound, or zero outside the band, by token or by trajectory with all its segments and tokens; 1 where nothing is known."""
     batch = batch_of(rows)
     num_known = sum(len(ratios) for ratios in known_of(rows)[0])
     config = RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=threshold)
@@ -211,6 +211,15 @@ def test_weights_can_be_brought_to_a_mean_of_one():
     )
     assert by_trajectory.rollout_is_weights is not None
     assert by_trajectory.rollout_is_weights.tolist() == pytest.approx([1, 2 / 1.5, 1, *[1 / 1.5] * 3], rel=1e-6)
+
+
+def test_a_trajectory_outside_the_band_trains_nothing():
+    """By trajectory a weight of 0 holds for all its tokens, also for those of which the sampler's log-probability is unknown."""
+    rows = [[[(1, -1.0, -9.0), (1, -1.0, None)], [(1, -1.0, None)]], [[(1, -1.0, -1.0), (1, -1.0, None)]]]
+    config = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_threshold="0.5_2.0")
+    corrected, _ = correct_rollout(batch_of(rows), config)
+    assert corrected.rollout_is_weights is not None
+    assert corrected.rollout_is_weights[corrected.loss_mask].tolist() == [0.0, 0.0, 0.0, 1.0, 1.0]
 
 
 def test_a_band_that_holds_nothing_leaves_weights_of_zero():

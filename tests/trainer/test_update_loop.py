@@ -1,9 +1,14 @@
 """Passes over a batch: which mini-batches take a step, and which micro-batches they become."""
 
+import math
+
 import pytest
+import torch
 
 from ostinato_trainer.backends.base import OptimizerStats
 from ostinato_trainer.batch import Batch
+from ostinato_trainer.config.loading import load_config
+from ostinato_trainer.loop.policy_update import PolicyUpdate
 from ostinato_trainer.loop.update_loop import UpdateSettings, run_updates
 from ostinato_trainer.segments import Segment
 
@@ -25,6 +30,22 @@ def batch(*masks):
             for mask in (of_row if of_row and isinstance(of_row[0], tuple) else (of_row,))
         ]
     )
+
+
+class CountingBackend:
+    """Takes every step and remembers which trajectories it was for."""
+
+    pads_sequences = False
+
+    def __init__(self):
+        self.seen = []
+
+    def forward_backward(self, micro_batches, loss_fn, **_):
+        self.seen += [part.trajectory_ids for part in micro_batches]
+        return {}
+
+    def optimizer_step(self):
+        return OptimizerStats(grad_norm=1.0, lr=0.5)
 
 
 def run(made, chosen):
@@ -63,6 +84,18 @@ def test_a_step_of_which_nothing_is_left_only_counts():
     steps, metrics = run(batch((0, 0), (0,)), settings())
     assert steps == []
     assert metrics == {"actor/num_skipped_steps": 0.0, "actor/num_empty_mini_batches": 2.0}
+
+
+def test_weights_that_are_all_zero_move_nothing():
+    """Where importance weights take every trained token out, the policy takes no step, not even one of momentum and decay."""
+    config = load_config([], ["actor_rollout_ref.actor.ppo_mini_batch_size=1", "actor_rollout_ref.rollout.n=1"])
+    made = batch((1, 1), (0, 1), (1, 0)).with_columns(
+        rollout_is_weights=torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, math.nan, 1.0])
+    )
+    backend = CountingBackend()
+    metrics = PolicyUpdate(config).run(made, backend)
+    assert backend.seen == [("t2",)]
+    assert metrics["actor/num_empty_mini_batches"] == 2
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

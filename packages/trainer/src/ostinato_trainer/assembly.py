@@ -46,6 +46,7 @@ from ostinato_trainer.interrupts import run_interruptibly
 from ostinato_trainer.loggers.group import Loggers
 from ostinato_trainer.loop.callbacks import StepFunction, load_callbacks
 from ostinato_trainer.loop.critic_update import critic_update_settings
+from ostinato_trainer.loop.experience import needs_reference
 from ostinato_trainer.loop.parts import TrainerParts
 from ostinato_trainer.loop.ppo_trainer import PPOTrainer
 from ostinato_trainer.loop.sampling import sampling_of
@@ -243,7 +244,7 @@ def backend_options(config: Config, total_steps: int) -> LocalBackendOptions:
         **msgspec.structs.asdict(actor.optim),
         total_steps=max(1, total_steps - warmup) * updates_per_step,
         grad_clip=actor.grad_clip,
-        keep_reference=actor.use_kl_loss or config.algorithm.use_kl_in_reward,
+        keep_reference=needs_reference(config),
         max_tokens_per_forward=actor.ppo_max_token_len_per_gpu,
         use_remove_padding=config.actor_rollout_ref.model.use_remove_padding,
         use_torch_compile=actor.use_torch_compile,

@@ -24,8 +24,8 @@ _MAX_ERROR = 0.2
 class KLController:
     """The coefficient beta in `reward - beta KL`.
 
-    Adaptive (Ziegler et al., arXiv:1909.08593): `beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon)` after a step with n
-    trajectories.
+    Adaptive (Ziegler et al., arXiv:1909.08593): `beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) min(n / horizon, 1))` after a step with n
+    trajectories. Without the bound a step of many trajectories would set it to 0, where it would stay.
 
     Args:
         config: `algorithm.kl_ctrl`.
@@ -51,7 +51,7 @@ class KLController:
         if kl != kl:
             raise BatchError(f"kl must be a number, got {kl}; look at the reference's log-probabilities")
         error = min(max(kl / self._config.target_kl - 1.0, -_MAX_ERROR), _MAX_ERROR)
-        self.coef *= max(0.0, 1.0 + error * num_trajectories / self._config.horizon)
+        self.coef *= 1.0 + error * min(num_trajectories / self._config.horizon, 1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""

@@ -7,7 +7,8 @@ you off-policy training"), the band (IcePop, Ring-1T, arXiv:2510.18855), rejecti
 Sequences are trajectories, however many segments they have.
 
 A trained token whose sampler log-probability is unknown (NaN) is never taken for a ratio of 1 in any figure: it is left out of all sums and
-means, keeps the weight 1, is rejected with its trajectory but not by itself, and is counted in `rollout_corr/num_unknown_tokens`.
+means, shares the weight of its trajectory where weights are by trajectory and else has 1, is rejected with its trajectory but not by itself, and is
+counted in `rollout_corr/num_unknown_tokens`.
 """
 
 from __future__ import annotations
@@ -58,9 +59,11 @@ def correct_rollout(batch: Batch, config: RolloutCorrectionConfig) -> tuple[Batc
     columns: dict[str, Tensor] = {}
     if config.rollout_is is not None:
         weights, of_weights = _importance_weights(tokens, config)
-        columns["rollout_is_weights"] = torch.ones(batch.num_tokens, dtype=torch.float64).index_copy(
-            0, tokens.places, weights
-        )
+        if config.rollout_is == "sequence":
+            of_trajectory = weights.new_ones(batch.num_trajectories).index_copy(0, tokens.names, weights)
+            columns["rollout_is_weights"] = torch.where(batch.loss_mask, of_trajectory[batch.token_trajectory], 1.0)
+        else:
+            columns["rollout_is_weights"] = weights.new_ones(batch.num_tokens).index_copy(0, tokens.places, weights)
         metrics |= of_weights
     if rejections:
         kept, whole, of_rejection = _kept(tokens, rejections)
@@ -159,7 +162,8 @@ def _importance_weights(tokens: _KnownTokens, config: RolloutCorrectionConfig) -
     """`min(policy / sampler, upper)`, or that ratio inside the band and 0 outside; of a token, or of all tokens of its trajectory.
 
     Returns:
-        float64 [K] and metrics: mean, std and effective sample size (a fraction) of the weights, extremes of the ratios before.
+        float64, [K] by token and [Q] by trajectory; and metrics over the K tokens: mean, std and effective sample size (a fraction) of the
+        weights, extremes of the ratios before.
     """
     by_trajectory = config.rollout_is == "sequence"
     lower, upper = config.weight_bounds
@@ -183,9 +187,9 @@ def _importance_weights(tokens: _KnownTokens, config: RolloutCorrectionConfig) -
         metrics["rollout_is_oob_ratio"] = float(out_of_band.to(torch.float64).mean())
     if config.rollout_is_batch_normalize:
         factor = float(weights.mean()) or 1.0
-        on_tokens = on_tokens / factor
+        weights = weights / factor
         metrics["rollout_is_batch_norm_factor"] = factor
-    return on_tokens, metrics
+    return weights, metrics
 
 
 def _kept(tokens: _KnownTokens, rejections: tuple[Rejection, ...]) -> tuple[Tensor, Tensor, dict[str, float]]:

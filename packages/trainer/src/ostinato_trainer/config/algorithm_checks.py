@@ -49,7 +49,8 @@ def uses_groups(config: Config) -> bool:
 
 def algorithm_problems(config: Config) -> list[str]:
     """Sentences about keys of the algorithm that contradict each other or hold no threshold where one belongs."""
-    correction, estimator = config.algorithm.rollout_correction, config.algorithm.adv_estimator
+    algorithm = config.algorithm
+    correction, estimator = algorithm.rollout_correction, algorithm.adv_estimator
     problems = []
     for read in ("weight_bounds", "rejections"):
         try:
@@ -63,6 +64,12 @@ def algorithm_problems(config: Config) -> list[str]:
                     f"{_CORRECTION}.{name} must be null while bypass_mode is true, which leaves the correction to the clipped ratio, got "
                     f"{value}; write {_CORRECTION}.{name}=null or {_CORRECTION}.bypass_mode=false"
                 )
+    kl_ctrl = algorithm.kl_ctrl
+    if algorithm.use_kl_in_reward and kl_ctrl.type == "adaptive" and kl_ctrl.kl_coef == 0:
+        problems.append(
+            "algorithm.kl_ctrl.kl_coef must be above 0 while algorithm.kl_ctrl.type is adaptive, as each step multiplies it, got 0; write "
+            "algorithm.kl_ctrl.kl_coef=0.001 to start from"
+        )
     if estimator == "grpo_passk" and config.actor_rollout_ref.rollout.n < 2:
         problems.append(
             "actor_rollout_ref.rollout.n must be at least 2 for grpo_passk, as the best of a group is compared with the second best, got "
@@ -104,6 +111,8 @@ def algorithm_rules(config: Config) -> Iterator[tuple[bool, str, tuple[str, ...]
         (f"{_CORRECTION}.rollout_is_threshold", f"{_CORRECTION}.rollout_is_batch_normalize"),
     )
     yield correction.rollout_rs is None, f"{_CORRECTION}.rollout_rs is null", (f"{_CORRECTION}.rollout_rs_threshold",)
+    without_weight = actor.use_kl_loss and actor.kl_loss_coef == 0
+    yield without_weight, f"{_ACTOR}.kl_loss_coef is 0", (f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_type")
     yield bool(actor.entropy_coeff), f"{_ACTOR}.entropy_coeff is not 0", (f"{_ACTOR}.calculate_entropy",)
 
 

@@ -70,7 +70,7 @@ def prepare_batch(
     with clock("old_log_prob"):
         old_log_probs, metrics = _old_log_probs(batch, config, parts)
         batch = batch.with_columns(old_log_probs=old_log_probs)
-    if _needs_reference(config):
+    if needs_reference(config):
         with clock("ref"):
             reference = parts.backend.log_probs(batch, temperature=temperature, reference=True)
             batch = batch.with_columns(ref_log_probs=reference)
@@ -117,6 +117,7 @@ def _old_log_probs(batch: Batch, config: Config, parts: TrainerParts) -> tuple[T
     return log_probs, {"rollout_corr/num_unknown_tokens": float(num_unknown)}
 
 
-def _needs_reference(config: Config) -> bool:
+def needs_reference(config: Config) -> bool:
+    """Whether the reference policy is asked for anything."""
     actor = config.actor_rollout_ref.actor
     return config.algorithm.use_kl_in_reward or (actor.use_kl_loss and actor.kl_loss_coef > 0)

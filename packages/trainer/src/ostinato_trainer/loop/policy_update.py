@@ -48,7 +48,13 @@ class PolicyUpdate:
 
         settings = policy_update_settings(self._config)
         return run_updates(
-            batch, settings, forward_backward, backend.optimizer_step, prefix="actor", padded=backend.pads_sequences
+            batch,
+            settings,
+            forward_backward,
+            backend.optimizer_step,
+            prefix="actor",
+            padded=backend.pads_sequences,
+            has_loss=_has_weight,
         )
 
 
@@ -65,6 +71,15 @@ def policy_update_settings(config: Config) -> UpdateSettings:
         max_sequences=actor.ppo_micro_batch_size_per_gpu,
         whole_trajectories=needs_whole_trajectories(actor.policy_loss.loss_mode),
     )
+
+
+def _has_weight(mini_batch: Batch) -> bool:
+    """Whether a token is trained on that its importance weight does not take out."""
+    weights = mini_batch.rollout_is_weights
+    trained = (
+        mini_batch.loss_mask if weights is None else mini_batch.loss_mask & (weights != 0)
+    )  # NaN shows in the loss
+    return bool(trained.any())
 
 
 def _entropy_mode(config: Config) -> EntropyMode:

@@ -42,8 +42,10 @@ def run_updates(
     *,
     prefix: str,
     padded: bool = True,
+    has_loss: Callable[[Batch], bool] = lambda mini_batch: mini_batch.num_loss_tokens > 0,
 ) -> dict[str, float]:
-    """One optimizer step for every mini-batch of every pass that has a trained token; the others are counted.
+    """One optimizer step for every mini-batch of every pass that has something to learn from; the others are counted: with a gradient of zero
+    momentum and decay would still move the weights.
 
     Args:
         batch: Of one step.
@@ -52,6 +54,7 @@ def run_updates(
         optimizer_step: Uses the gradients up.
         prefix: Of the optimizer's metrics.
         padded: Whether the model pads sequences to the longest of the micro-batch, which then count as that long.
+        has_loss: Whether there is something to learn from in a mini-batch; by default where a token is trained on.
 
     Returns:
         The mean of each metric over the updates that have it, with those of the optimizer under `prefix`.
@@ -60,7 +63,7 @@ def run_updates(
     num_skipped = num_empty = 0
     for _ in range(settings.epochs):
         for mini_batch in batch.mini_batches(settings.mini_batch_trajectories):
-            if not mini_batch.num_loss_tokens:
+            if not has_loss(mini_batch):
                 num_empty += 1
                 continue
             weighted = with_loss_weights(
