@@ -25,8 +25,8 @@ RUN_BY_ENGINES = {"sglang_server", "vllm_server"}
 """They need environments of their own; `engines` runs them where those are."""
 
 
-RUN_ALONE = {"learning"}
-"""They take half an hour: they run where they are named."""
+RUN_ALONE = {"gsm8k", "learning"}
+"""They take half an hour or need a model: they run where they are named."""
 
 
 def main() -> int:
