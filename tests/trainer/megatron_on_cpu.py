@@ -52,8 +52,8 @@ def install() -> None:
     cuda.stream = lambda *_: nullcontext()
     for name in ("synchronize", "empty_cache", "manual_seed", "set_device"):
         setattr(cuda, name, lambda *_, **__: None)
-    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_: torch.get_rng_state()
-    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *_: torch.set_rng_state(state)
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     cuda.default_generators = (torch.default_generator,)
     torch.Tensor.cuda = lambda self, *_, **__: self
     torch.nn.Module.cuda = lambda self, *_: self

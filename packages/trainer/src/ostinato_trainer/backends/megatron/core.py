@@ -127,6 +127,7 @@ def build_model(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         variable_seq_lengths=layout.pipeline_model_parallel_size > 1,
+        moe_token_dispatcher_type="alltoall",  # no experts here, but the default is refused beside variable lengths
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -155,7 +156,7 @@ def build_model(
         post_process=groups.is_last_stage,
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
-    ).to(device)
+    ).to(device, dtype)  # norms are made in float32
     model.rotary_pos_emb.inv_freq = frequencies.to(device, torch.float32)
     return model
 
