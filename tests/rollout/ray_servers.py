@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from ostinato_engines import Capabilities, EngineInputError, EngineLoadError
+from ostinato_engines import Capabilities, EngineInputError, EngineLoadError, WeightUpdateError
 from ostinato_engines.testing import ScriptedServer
 
 VOCAB = 96
@@ -40,6 +40,27 @@ class Telling(Scripted):
     async def chat_completion(self, raw_request):
         devices = os.environ.get("CUDA_VISIBLE_DEVICES")
         return {"child": self.child.pid, "devices": devices, "own": os.environ.get("OSTINATO_TEST")}
+
+
+class Learning(Scripted):
+    """Tells which weights it was given; refuses those of version 13."""
+
+    weights = None
+
+    async def update_weights(self, manifest, weights):
+        def read():
+            return {name: tensor.float().tolist() for name, tensor in weights}
+
+        if manifest.version == 13:
+            raise WeightUpdateError("version must not be 13, got 13; send another")
+        self.weights = await asyncio.to_thread(read)
+        self.policy_version = manifest.version
+
+    async def chat_completion(self, raw_request):
+        return {"weights": self.weights}
+
+    def capabilities(self):
+        return Capabilities(engine="scripted", weight_update=True)
 
 
 class FailingAtStart(Scripted):

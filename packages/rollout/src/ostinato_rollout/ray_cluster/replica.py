@@ -7,7 +7,7 @@ ended, and the replica has failed for good. Whoever keeps replicas makes a new o
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from ostinato_engines import (
     EngineClosedError,
     EngineInputError,
     EngineStartError,
-    UnsupportedError,
     WeightManifest,
 )
 from ostinato_engines.loading import construct_server, server_class_of
@@ -31,6 +30,7 @@ from ostinato_rollout.ray_cluster.actors import (
     own_node,
     show_devices,
 )
+from ostinato_rollout.ray_cluster.weights_beyond import WeightTaker, send_to_other_host
 from ostinato_rollout.transport import RemoteServer, ReplicaLostError, ReplicaService
 from ostinato_rollout.transport.link import Link
 from ostinato_rollout.transport.wire import SILENCE_S
@@ -77,10 +77,11 @@ class _Build(msgspec.Struct, frozen=True):
     required: tuple[str, ...]
 
 
-class _ReplicaBody(ActorBody):
+class _ReplicaBody(WeightTaker):
     """The process of a replica."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._service: ReplicaService | None = None
 
     async def serve(self, build: _Build, endpoint: ReplicaEndpoint, devices: tuple[str, ...]) -> str:
@@ -301,13 +302,15 @@ class RayReplica(RemoteServer):
             raise lost
         return await super()._connected(timeout_s)
 
-    async def update_weights(self, manifest: WeightManifest, weights: Any) -> None:
-        """Streams through shared memory, so that the replica must be on this host; see `AsyncServerBase.update_weights`."""
-        if self.place is not None and self.place.node_id != own_node():
-            raise UnsupportedError(
-                f"weights must come from the replica's host ({self.place.host}), got another; place both on one node"
-            )
-        await super().update_weights(manifest, weights)
+    async def update_weights(self, manifest: WeightManifest, weights: "Iterable[tuple[str, Any]]") -> None:
+        """Streams through shared memory to a replica of this host, and over the network, some tensors at a time, to one of another; see
+        `AsyncServerBase.update_weights`."""
+        endpoint = self.endpoint
+        if self.place is None or endpoint is None or self.place.node_id == own_node():
+            await super().update_weights(manifest, weights)
+            return
+        await send_to_other_host(self._actor, endpoint.address, endpoint.key, manifest, weights)
+        await self.health()  # whose answer has the version
 
 
 async def _all_of(starts: Sequence[Any]) -> list[Any]:
