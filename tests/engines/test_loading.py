@@ -58,6 +58,8 @@ def test_a_path_that_is_none(tmp_path):
     """A missing file and an unknown module are each named."""
     with pytest.raises(EngineLoadError, match="existing Python file"):
         load_server_class(tmp_path / "none.py", "Mine")
+    with pytest.raises(EngineLoadError, match=r"must begin with the home of a known user .*; write the whole path"):
+        load_server_class("~nobody-of-this-name/own.py", "Mine")
     with pytest.raises(EngineLoadError, match="no_such_module_here"):
         load_server_class("no_such_module_here", "Mine")
 

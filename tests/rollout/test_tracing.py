@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from ostinato_engines import PolicySpan, SamplingParams, StopReason, TokenOutput
 from ostinato_rollout import ChatSession, LLMServerClient, ReplicaError, SessionBudget, SessionConfig
+from ostinato_rollout.errors import TraceStoreError
 from ostinato_rollout.tracing import (
     JsonlSink,
     Span,
@@ -561,6 +562,15 @@ def test_settings_make_a_tracer_that_writes_json_lines(tmp_path, tokenizer):
     spans = list(read_spans(tmp_path / "traces"))
     assert [span.labels.sample_index for span in spans] == [0, 1, 2, 3]
     assert {span.experiment_name for span in spans} == {"e"}
+
+
+def test_traces_in_the_home_of_nobody_are_refused(tmp_path):
+    """A path that begins with a home that is not there is named, before anything is traced."""
+    config = TraceConfig(backend=TraceBackend.JSONL, path="~nobody-of-this-name/traces")
+    with pytest.raises(
+        TraceStoreError, match=r"trace.path must begin with the home of a known user .*; write the whole path"
+    ):
+        completed(config, project_name="p", experiment_name="e", folder=tmp_path)
 
 
 def test_no_backend_is_no_tracer(tokenizer):

@@ -181,6 +181,10 @@ def test_missing_files(tmp_path: Path) -> None:
         load_tools(None, tmp_path)
     with pytest.raises(FileNotFoundError):
         load_tools("")
+    with pytest.raises(
+        ToolFileNotFoundError, match=r"tool_config_path must begin with the home of a known user .*; write"
+    ):
+        load_tools("~nobody-of-this-name/tools.yaml")
 
 
 def test_registry_answers() -> None:

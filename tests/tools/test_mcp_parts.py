@@ -156,6 +156,11 @@ def test_a_wrong_option_is_refused(config: dict, words: str) -> None:
         ({"mcp": {"mcpServers": {"a": STDIO}, "tool_selected_list": []}}, ToolConfigError, "list of tool names"),
         ({"mcp": {"mcpServers": {"a": STDIO}, "name_prefix": 1}}, ToolConfigError, "name_prefix"),
         ({"mcp": {"mcp_servers_config_path": "no.json"}}, ToolFileNotFoundError, "looked in .* and .*no.json"),
+        (
+            {"mcp": {"mcp_servers_config_path": "~nobody-of-this-name/x.json"}},
+            ToolFileNotFoundError,
+            "must begin with the home of a known user",
+        ),
         ({"mcp": {"mcp_servers_config_path": "bad.json"}}, ToolConfigError, "bad.json must be JSON.*line 2"),
         ({"mcp": {"mcp_servers_config_path": "twice.json"}}, ToolConfigError, "'a' is written twice"),
         ({"mcp": {"mcp_servers_config_path": "list.yaml"}}, ToolConfigError, "key mcpServers, got list"),

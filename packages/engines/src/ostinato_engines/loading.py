@@ -117,7 +117,12 @@ def construct_server(
 
 
 def _load_file(file: Path) -> ModuleType:
-    file = file.expanduser().resolve()
+    try:
+        file = file.expanduser().resolve()
+    except RuntimeError as error:
+        raise EngineLoadError(
+            f"path must begin with the home of a known user where it begins with ~, got {file}: {error}; write the whole path"
+        ) from error
     if not file.is_file():
         raise EngineLoadError(f"path must be an existing Python file, got {file}; check custom_async_server.path")
     # The same name in every process, so that instances of the class pickle.

@@ -16,7 +16,7 @@ from ostinato_tools.base import BaseTool
 from ostinato_tools.errors import ToolConfigError, ToolError, ToolFileNotFoundError, ToolImportError
 from ostinato_tools.function import FunctionTool
 from ostinato_tools.registry import ToolRegistry
-from ostinato_tools.yaml_files import read_config_file
+from ostinato_tools.yaml_files import home_path, read_config_file
 
 _ENTRY_KEYS = ("class_name", "config", "tool_schema", "policy")
 _MCP_ENTRY_KEYS = ("class_name", "config", "mcp", "policy")
@@ -55,7 +55,7 @@ def load_tools(
 
 
 def _existing(path: str | Path, key: str) -> Path:
-    full = Path(path).expanduser()
+    full = home_path(path, key)
     if not full.is_file():
         what = "a directory" if full.is_dir() else "nothing there"
         raise ToolFileNotFoundError(f"{key} must be an existing file, got {path} ({what}); looked in {full.absolute()}")

@@ -1,4 +1,4 @@
-"""Reading configuration files strictly: a key written twice is an error, and no message quotes a line, which may hold a secret."""
+"""Finding and reading configuration files strictly: a key written twice is an error, and no message quotes a line, which may hold a secret."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,25 @@ from typing import Any
 
 import yaml
 
-from ostinato_tools.errors import ToolConfigError
+from ostinato_tools.errors import ToolConfigError, ToolFileNotFoundError
+
+
+def home_path(path: str | Path, key: str) -> Path:
+    """Return the path with the home that `~` or `~USER` at its beginning stands for.
+
+    Args:
+        path: As it was written.
+        key: Where, for the message.
+
+    Raises:
+        ToolFileNotFoundError: nobody of that name has a home here.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ToolFileNotFoundError(
+            f"{key} must begin with the home of a known user where it begins with ~, got {path}: {error}; write the whole path"
+        ) from error
 
 
 def read_config_file(path: Path) -> Any:

@@ -28,6 +28,7 @@ from mlflow.tracing.client import TracingClient
 from mlflow.version import VERSION
 
 from ostinato_rollout.errors import RequestTimeoutError, TraceStoreError
+from ostinato_rollout.tracing.paths import absolute_path
 from ostinato_rollout.tracing.span import Span, SpanKind
 
 # Older ones lose the root of a trace whose generations were written before it.
@@ -54,7 +55,7 @@ def resolved_uri(uri: str | None) -> str:
     if path is None:
         return uri
     _, separator, query = uri.partition("?")
-    return f"{_SQLITE}{path.expanduser().absolute()}{separator}{query}"
+    return f"{_SQLITE}{absolute_path(path, 'trace.tracking_uri')}{separator}{query}"
 
 
 def open_experiment(uri: str, name: str) -> tuple[MlflowClient, str]:

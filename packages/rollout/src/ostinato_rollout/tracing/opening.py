@@ -12,6 +12,7 @@ import msgspec
 from ostinato_rollout.errors import TracingUnavailableError
 from ostinato_rollout.tracing.config import TraceBackend, TraceConfig
 from ostinato_rollout.tracing.jsonl import JsonlSink
+from ostinato_rollout.tracing.paths import absolute_path
 from ostinato_rollout.tracing.span import SpanSink
 from ostinato_rollout.tracing.tracer import Decoder, Tracer
 
@@ -35,6 +36,7 @@ def completed(
 
     Raises:
         TracingUnavailableError: MLflow is asked for and not installed.
+        TraceStoreError: A path begins with a home that is not there.
     """
     if config.backend is None:
         return config
@@ -48,7 +50,7 @@ def completed(
         experiment_name=experiment_name if config.experiment_name is None else config.experiment_name,
         rows_per_step=rows_per_step if config.rows_per_step is None else config.rows_per_step,
         tracking_uri=uri,
-        path=str(path.expanduser().absolute()),
+        path=str(absolute_path(path, "trace.path")),
     )
 
 

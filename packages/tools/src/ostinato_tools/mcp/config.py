@@ -15,7 +15,7 @@ import msgspec
 
 from ostinato_tools.errors import ToolConfigError, ToolFileNotFoundError
 from ostinato_tools.mcp.secrets import Redactor, url_secrets
-from ostinato_tools.yaml_files import read_config_file
+from ostinato_tools.yaml_files import home_path, read_config_file
 
 _STDIO_KEYS = ("command", "args", "env", "cwd")
 _HTTP_KEYS = ("url", "headers", "auth_token")
@@ -203,7 +203,7 @@ def read_servers(servers: Any, place: str) -> tuple[ServerSpec, ...]:
 
 
 def _read_file(path: str, place: str, folder: Path) -> tuple[Any, str]:
-    given = Path(path).expanduser()
+    given = home_path(path, f"mcp_servers_config_path of {place}")
     candidates = list(dict.fromkeys((given.absolute(), (folder / given).absolute())))
     found = next((candidate for candidate in candidates if candidate.is_file()), None)
     if found is None:
