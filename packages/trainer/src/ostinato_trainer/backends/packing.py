@@ -328,13 +328,18 @@ def _as_packed() -> Iterator[None]:
         _packing.reset(token)
 
 
-def _compile_layers(model: nn.Module) -> None:
-    """Compiles each layer by itself: layers are alike, so one of them is compiled for all."""
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The model's layers: the first list of modules of one kind; none where it has no such list."""
     for stack in model.modules():
         if isinstance(stack, nn.ModuleList) and len({type(layer) for layer in stack}) == 1:
-            for layer in stack:
-                layer.compile()
-            return
+            return list(stack)
+    return []
+
+
+def _compile_layers(model: nn.Module) -> None:
+    """Compiles each layer by itself: layers are alike, so one of them is compiled for all."""
+    for layer in layers_of(model):
+        layer.compile()
 
 
 def _places(batch: Batch) -> Tensor:

@@ -1,0 +1,115 @@
+"""The program of a rank's process: serves calls until its controller closes the pipe or is gone.
+
+Started by `ostinato_trainer.backends.ranks.processes` with the numbers of two inherited descriptors: the connection that calls come on, and
+a pipe that ends with the controller.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+from multiprocessing import current_process
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Final
+
+from ostinato_trainer.backends.ranks.host import RankHost
+from ostinato_trainer.backends.ranks.messages import Answer, LogLine, failure_of
+
+_PARENT_CHECK_S: Final = 1.0
+_SHARED: Final = frozenset({"next_weights"})
+"""Methods whose tensors are handed over in shared memory, or by the device's handle, instead of being copied into the answer."""
+
+
+class _Forward(logging.Handler):
+    """Sends what is logged while a call is served to the controller, ahead of the answer."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection = connection
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # only the thread that serves may write to the connection
+        try:
+            self._connection.send_bytes(pickle.dumps(LogLine(record.name, record.levelno, record.getMessage())))
+        except (OSError, ValueError, TypeError):
+            self.handleError(record)
+
+
+def serve(connection: Connection) -> None:
+    """Answers calls, the first of which must be `start`, until the connection ends."""
+    host: RankHost | None = None
+    while True:
+        try:
+            method, arguments = pickle.loads(connection.recv_bytes())  # from the process that started this one
+        except EOFError:
+            return
+        except Exception as error:  # a call whose classes cannot be imported here
+            connection.send_bytes(pickle.dumps(failure_of(error)))
+            continue
+        try:
+            if method == "start":
+                host, value = _started(connection, *arguments), None
+            else:
+                value = getattr(host, method)(*arguments)
+            answer = _dumped(Answer(value), shared=method in _SHARED)
+        except Exception as error:  # whatever a call raises is its answer
+            logging.getLogger(__name__).debug("%s failed", method, exc_info=True)
+            answer = pickle.dumps(failure_of(error))
+        connection.send_bytes(answer)
+        del answer
+
+
+def _started(connection: Connection, address: Any, factory: Any) -> RankHost:
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    if address.rank == 0:
+        root.addHandler(_Forward(connection))
+    return RankHost(address, factory)
+
+
+def _dumped(answer: Answer, *, shared: bool) -> Any:
+    if not shared:
+        return pickle.dumps(answer)
+    import torch.multiprocessing  # noqa: F401  teaches the pickler torch's ways to share tensors
+
+    return ForkingPickler.dumps(answer)
+
+
+def _end_with_controller(life: int) -> None:
+    """Ends this process when the controller lets go or is gone, also while the main thread computes or waits for other ranks."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            readable, _, _ = select.select([life], [], [], _PARENT_CHECK_S)
+            if readable:
+                break
+        os._exit(0)
+
+    threading.Thread(target=watch, name="life", daemon=True).start()
+
+
+def main() -> None:
+    """Runs the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's affair, which ends this process
+    faulthandler.enable()
+    connection_fd, life = (int(argument) for argument in sys.argv[1:3])
+    for descriptor in (connection_fd, life):
+        os.set_inheritable(descriptor, False)
+    connection = Connection(connection_fd)
+    _end_with_controller(life)
+    current_process().authkey = connection.recv_bytes()
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    serve(connection)
+
+
+if __name__ == "__main__":
+    main()
