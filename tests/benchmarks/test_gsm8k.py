@@ -3,7 +3,6 @@
 import math
 
 import pytest
-
 from benchmarks.gsm8k import compared
 
 
