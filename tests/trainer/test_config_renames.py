@@ -58,6 +58,14 @@ def test_a_misspelling_is_told_the_key(override: str, right: str) -> None:
         load_config([], [override])
 
 
+@pytest.mark.parametrize("key", ["reward_model.reward_manager", "reward.reward_manager.name"])
+def test_a_manager_of_rewards_is_told_where_scorers_go(key: str) -> None:
+    """Whoever chooses how trajectories are scored by another system's key is sent to the function, not to a reward model."""
+    with pytest.raises(ConfigError, match=r"reward\.custom_reward_function") as caught:
+        load_config([], [f"{key}=naive"])
+    assert "HTTP" not in str(caught.value)
+
+
 @pytest.mark.parametrize("override", ["trainer.bananas=1", "actor_rollout_ref.model.colour=x", "hovercraft=eels"])
 def test_no_key_is_guessed_that_shares_no_word(override: str) -> None:
     """A guess that has nothing to do with what was written would mislead; the list of keys is named instead."""

@@ -105,7 +105,8 @@ def import_class(target: str, base: type, where: str) -> type:
         value = getattr(importlib.import_module(module_name), attribute)
     except Exception as error:
         raise AgentConfigError(
-            f"{where}: {target!r} must be importable, got {type(error).__name__}: {error}; check the path and PYTHONPATH"
+            f"{where}: {target!r} must be importable, got {type(error).__name__}: {error}; check the path, and"
+            " that the module lies in the working directory of `ostinato`, or in PYTHONPATH"
         ) from error
     if not isinstance(value, type) or not issubclass(value, base):
         kind, cure = ("class", "name one") if base is object else (f"subclass of {base.__name__}", "derive it")

@@ -16,6 +16,7 @@ from ostinato_engines.transformers_server import TransformersServer
 from ostinato_rollout import BudgetExceededError, ChatSession, LLMServerClient, SessionBudget, SessionConfig
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens, TokenizationError
 from ostinato_tools import ToolExecutor, TrajectoryTools, load_tools
+from ostinato_trainer.checkpoints.manager import LATEST
 from ostinato_trainer.config import Config
 from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.errors import CheckpointError
@@ -56,9 +57,14 @@ def find_model(path: Path) -> tuple[Path, Config | None]:
                 (folder / "config.yaml" for folder in (path, path.parent) if (folder / "config.yaml").is_file()), None
             )
             return model_path, load_config([run_config], []) if run_config else None
-    raise CheckpointError(
-        f"{path} must be a checkpoint or a model folder, but holds no config.json; give a path that a run printed"
-    )
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} must be a checkpoint or a model folder, got no folder of that name; check the path"
+        )
+    pointer = path / LATEST
+    newest = f"global_step_{pointer.read_text(errors='replace').strip()}" if pointer.is_file() else None
+    cure = f"give {path / newest}" if newest else "give a path that a run printed"
+    raise CheckpointError(f"{path} must be a checkpoint or a model folder, but holds no config.json; {cure}")
 
 
 def chat_tokenizer(model_path: Path) -> ChatTokenizer:

@@ -235,6 +235,7 @@ def _files_and_overrides(arguments: list[str]) -> tuple[list[Path], list[str]]:
 def main() -> None:
     """Run the command line; the one boundary at which expected errors become messages."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' own bars would cut through ours
+    sys.path.append("")  # modules of the user's own lie where the command is given; what is installed goes first
     sys.exit(run_reporting_errors(lambda: app(standalone_mode=False)))
 
 

@@ -220,6 +220,10 @@ SFT_PLACES: Final[dict[str, str]] = {
 """A key or section of a run -> its place in the tree of `ostinato sft`."""
 
 _LOG_PROB: Final = f"log-probabilities are computed {_ACTOR}.ppo_max_token_len_per_gpu tokens at a time"
+_SCORED: Final = (
+    "each trajectory is scored as soon as it ends; a scorer of your own is reward.custom_reward_function, its weight among "
+    "others reward.combine"
+)
 _ONE_DEVICE: Final = "this version trains on one device"
 _PLAIN_LORA: Final = "adapters are plain LoRA; see actor_rollout_ref.model.lora_rank"
 _ONE_ENGINE: Final = f"there is one engine, in this process or under {_ROLLOUT}.engine_python"
@@ -271,8 +275,8 @@ UNREAD_NAMES: Final[dict[str, str]] = {
     "log_prob_max_token_len_per_gpu": _LOG_PROB,
     "val_batch_size": "all validation rows go to the engine at once",
     "num_repeat_rollouts": "the number of trajectories of a prompt is actor_rollout_ref.rollout.n",
-    "reward_manager": "each trajectory is scored as soon as it ends; see reward.combine",
-    "launch_reward_fn_async": "each trajectory is scored as soon as it ends",
+    "reward_manager": _SCORED,
+    "launch_reward_fn_async": _SCORED,
     "max_tpm": "the rate is counted in calls; see reward.max_rpm",
     "reward_fn_key": "rewards are chosen by the column data_source",
     "image_key": "images are refused for now",
@@ -297,7 +301,9 @@ UNREAD_SECTIONS: Final[dict[str, str]] = {
     f"{_ACTOR}.fsdp_config": "only the strategy `local` exists in this version",
     f"{_ACTOR}.megatron": "only the strategy `local` exists in this version",
     "reward_model": "a reward model is a server that is asked over HTTP; see reward.reward_model.url",
-    "reward.reward_manager": "each trajectory is scored as soon as it ends; see reward.combine",
+    "reward_model.reward_manager": _SCORED,
+    "reward_model.launch_reward_fn_async": _SCORED,
+    "reward.reward_manager": _SCORED,
     "reward.overlong_buffer.log": "the punishment is always recorded",
     "async_training": _AHEAD,
 }
