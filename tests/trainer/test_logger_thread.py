@@ -1,6 +1,8 @@
 """A logger in a thread of its own: the run never waits for it, and hears of its failure."""
 
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -120,3 +122,51 @@ def test_a_logger_that_cannot_be_made_is_an_error_before_the_run() -> None:
     for thread in [each for each in threading.enumerate() if each.name == "logger-recorder"]:
         thread.join(60)
     assert inner.num_closed == 1
+
+
+def test_a_full_queue_does_not_delay_the_end_of_a_logger_that_has_failed() -> None:
+    """Once the library has failed, nobody takes from the queue; dropping the logger does not wait for room in it."""
+    gate = threading.Event()
+    thread = LoggerThread("recorder", lambda: Recorder(gate=gate, fail_at=0), queue_size=2, close_timeout_s=3600)
+    log = Loggers([thread])
+    for step in range(5):
+        log.log(step, {})
+    gate.set()
+    thread._thread.join(60)
+    log.log(5, {})
+    assert log.names == ()
+
+
+GIVEN_UP = """
+import atexit, sys, threading
+from ostinato_trainer.loggers.group import Loggers
+from ostinato_trainer.loggers.thread import LoggerThread, end_in_time
+
+class Hanging:
+    name = "hanging"
+    def log(self, step, metrics): threading.Event().wait()
+    def close(self): pass
+
+atexit.register(threading.Event().wait)
+log = Loggers([LoggerThread("hanging", Hanging, close_timeout_s=0.01)])
+log.log(1, {})
+log.close()
+print("trained")
+end_in_time(3, timeout_s=0.01)
+sys.exit(3)
+"""
+
+
+def test_a_process_ends_though_a_library_waits_for_ever() -> None:
+    """A logger that was given up does not keep the process either: it ends with its own status, its output written out."""
+    ended = subprocess.run([sys.executable, "-c", GIVEN_UP], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (3, "trained\n")
+    assert "must write out its last metrics" in ended.stderr
+
+
+def test_a_process_whose_loggers_ended_ends_in_its_own_time() -> None:
+    """Where no logger was given up, nothing cuts the end of the process short."""
+    code = GIVEN_UP.replace("threading.Event().wait()", "pass").replace("0.01", "60")
+    code = code.replace("atexit.register(threading.Event().wait)", "atexit.register(print, 'the end')")
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (3, "trained\nthe end\n")

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from ostinato_trainer.error_reporting import run_reporting_errors
+from ostinato_trainer.loggers.thread import end_in_time
 
 if TYPE_CHECKING:
     from ostinato_trainer.config.docs import ConfigRow
@@ -236,7 +237,9 @@ def main() -> None:
     """Run the command line; the one boundary at which expected errors become messages."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' own bars would cut through ours
     sys.path.append("")  # modules of the user's own lie where the command is given; what is installed goes first
-    sys.exit(run_reporting_errors(lambda: app(standalone_mode=False)))
+    status = run_reporting_errors(lambda: app(standalone_mode=False))
+    end_in_time(status)
+    sys.exit(status)
 
 
 def _print_key(console: Console, row: "ConfigRow") -> None:
