@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import sys
 import traceback
@@ -17,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -236,9 +238,7 @@ def training(runs: Runs, model: str, tensor: int, pipeline: int, **options: Any)
         "in_order": order == list(weights)
         and [spec.shape for spec in rank.manifest(5).tensors] == [tuple(each.shape) for each in weights.values()],
         "version": rank.policy_version,
-        "place": dataclasses.asdict(rank.place)
-        if dataclasses.is_dataclass(rank.place)
-        else {name: getattr(rank.place, name) for name in rank.place.__struct_fields__},
+        "place": msgspec.structs.asdict(rank.place),
     }
 
 
@@ -335,7 +335,9 @@ def skipping(runs: Runs, tensor: int, pipeline: int) -> dict[str, Any]:
         "same_rate": sound.lr == expected.lr,
         "weights": apart(weights_of(rank), local_weights(local)),
         "reference": float((torch.cat(reference) - first[mine]).abs().max()) if reports else 0.0,
-        "moved": float((torch.cat(policy) - torch.cat(reference)).abs().max()) if reports else 1.0,
+        "moved": float((torch.cat(policy) - torch.cat(reference))[batch.loss_mask[mine]].abs().max())
+        if reports
+        else 1.0,
         "outside_mask": float(torch.cat(policy)[~batch.loss_mask[mine]].abs().max()) if reports else 0.0,
         "no_reference": refusal(
             lambda: runs.ranks(model, tensor, pipeline).log_probs([], temperature=1.0, reference=True)
@@ -428,6 +430,7 @@ SCENARIOS: dict[int, dict[str, Callable[[Runs], dict[str, Any]]]] = {
 def main(rank: int, world_size: int, folder: Path) -> None:
     """Runs the scenarios of a number of ranks."""
     torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
     if rank == 0:
