@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato_trainer.algorithms import advantages
 from ostinato_trainer.algorithms.advantages import (
     AdvantageOptions,
     advantage_estimator,
@@ -22,6 +23,12 @@ from ostinato_trainer.algorithms.advantages import (
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import AlgorithmError, BatchError
 from ostinato_trainer.segments import Segment
+
+
+@pytest.fixture(autouse=True)
+def names_of_their_own(monkeypatch):
+    """What a test registers is gone after it, for every module of the process sees these names."""
+    monkeypatch.setattr(advantages, "_estimators", dict(advantages._estimators))
 
 
 def of_group(estimator, rewards, **options):

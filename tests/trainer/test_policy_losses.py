@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato_trainer.algorithms import policy_losses
 from ostinato_trainer.algorithms.aggregation import with_loss_weights
 from ostinato_trainer.algorithms.kl import kl_estimate
 from ostinato_trainer.algorithms.policy_losses import (
@@ -24,6 +25,12 @@ from ostinato_trainer.errors import AlgorithmError, BatchError
 from ostinato_trainer.segments import Segment
 
 OPTIONS = PolicyLossOptions(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0)
+
+
+@pytest.fixture(autouse=True)
+def names_of_their_own(monkeypatch):
+    """What a test registers is gone after it, for every module of the process sees these names."""
+    monkeypatch.setattr(policy_losses, "_losses", dict(policy_losses._losses))
 
 
 def scalar(new, old, advantage):
