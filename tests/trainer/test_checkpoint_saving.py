@@ -1,16 +1,19 @@
 """A run's checkpoints are of one moment, are waited for where they must be, and fail where somebody hears of it."""
 
 import asyncio
+import json
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ostinato_trainer.assembly import run_training
 from ostinato_trainer.checkpoints.manager import CheckpointManager, check_complete
 from ostinato_trainer.checkpoints.resume import resume_point
 from ostinato_trainer.checkpoints.saving import RunCheckpoints, restore_run
 from ostinato_trainer.config import Config, TrainerConfig
+from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.errors import CheckpointError
 from ostinato_trainer.loggers.group import Loggers
 
@@ -211,3 +214,39 @@ async def test_a_critic_that_was_not_saved_is_named(tmp_path: Path) -> None:
     critic: Any = CopyingBackend("critic")
     with pytest.raises(CheckpointError, match=r"must hold a critic for algorithm.adv_estimator=grpo, got none"):
         restore_run(point, Config(), critic, critic, {"part": Counter()})
+
+
+SPOILER = '''
+import json, pathlib, shutil
+
+class Spoiler:
+    """Takes the run's folder away while the last step samples, and writes down how the run ended."""
+
+    def on_sample_end(self, step, trajectories, validate):
+        shutil.rmtree("{root}")
+        pathlib.Path("{root}").write_text("in the way")
+
+    def on_train_end(self, step, error):
+        pathlib.Path("{told}").write_text(json.dumps([step, type(error).__name__]))
+'''
+
+
+def test_whoever_is_told_of_the_end_hears_of_the_last_checkpoint(quickstart_home: Path, tmp_path: Path) -> None:
+    """A save of the last step that fails, beside the run, is what the run ended with: callbacks are not told that all went well."""
+    root, told, own = tmp_path / "run", tmp_path / "told.json", tmp_path / "spoiler.py"
+    own.write_text(SPOILER.format(root=root, told=told))
+    overrides = [
+        f"trainer.default_local_dir={root}",
+        f"trainer.callbacks=[{own}:Spoiler]",
+        "trainer.total_training_steps=1",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        "trainer.logger=[]",
+        "data.train_batch_size=2",
+        "data.max_response_length=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.rollout.n=2",
+    ]
+    with pytest.raises(CheckpointError, match="checkpoint of step 1 must be written"):
+        run_training(load_config([quickstart_home / "config.yaml"], overrides))
+    assert json.loads(told.read_text()) == [1, "CheckpointError"]

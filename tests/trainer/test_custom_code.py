@@ -55,7 +55,7 @@ def test_a_faulty_file_is_named_with_its_line(content: str, expected: str, tmp_p
 def test_missing_files_and_modules_are_named(tmp_path: Path) -> None:
     """A path that is not there is an error with the key."""
     before = set(sys.modules)
-    with pytest.raises(RewardError, match=r"must be an existing Python file.*; write the whole path"):
+    with pytest.raises(RewardError, match=r"must begin with the home of a known user.*; write the whole path"):
         load("~nobody-of-this-name/own.py")
     with pytest.raises(RewardError, match=r"custom_reward_function.path must be an existing Python file"):
         load(str(tmp_path / "no.py"))

@@ -54,6 +54,24 @@ def test_an_export_is_the_folder_that_was_saved(run: Path, tmp_path: Path) -> No
         assert not [name for name in names if not filecmp.cmp(saved / name, output / name, shallow=False)]
 
 
+def test_what_lies_beside_the_saved_files_is_left_out(run: Path, tmp_path: Path) -> None:
+    """A file that has come into a checkpoint's folder has no checksum, and does not leave it as if it were the model's."""
+    (run / "global_step_1" / "huggingface" / "pytorch_model.bin").write_bytes(b"something else")
+    export(run / "global_step_1", tmp_path / "out")
+    assert not (tmp_path / "out" / "pytorch_model.bin").exists()
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_an_inventory_of_other_folders_is_refused(run: Path, tmp_path: Path) -> None:
+    """A checkpoint made by somebody else cannot name files outside of itself."""
+    path = run / "global_step_1" / "checkpoint.json"
+    inventory = json.loads(path.read_bytes())
+    for name in ("huggingface/../../../secret", "/etc/hostname"):
+        path.write_text(json.dumps({**inventory, "files": {name: {"num_bytes": 1, "sha256": ""}}}))
+        with pytest.raises(CheckpointError, match=r"must hold its files, got .* in its checkpoint.json"):
+            export(run / "global_step_1", tmp_path / "out")
+
+
 @pytest.mark.parametrize("source", ["global_step_1", "global_step_2"])
 def test_weights_are_converted_on_request(run: Path, tmp_path: Path, source: str) -> None:
     """In bfloat16 every weight is the rounded one and transformers loads the folder as such, be it one file or several."""
@@ -93,6 +111,12 @@ def test_what_cannot_be_exported_is_refused_by_name(run: Path, tmp_path: Path) -
         export(tmp_path / "empty", tmp_path / "out", best=True)
     with pytest.raises(CheckpointError, match="--output must be new or an empty folder"):
         export(run, run)
+    with pytest.raises(CheckpointError, match="must lie outside of the checkpoint"):
+        export(run, run / "global_step_2" / "huggingface" / "bf16")
+    with pytest.raises(CheckpointError, match="--best must go with the folder of a run"):
+        export(run / "global_step_2", tmp_path / "out", best=True)
+    with pytest.raises(CheckpointError, match="must be new or an empty folder, got /"):
+        export(run, Path("/"))
     with pytest.raises(CheckpointError, match="--dtype must be one of float32, bfloat16, float16, got 'fp8'"):
         export(run, tmp_path / "out", dtype="fp8")
     assert not (tmp_path / "out").exists()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ostinato_trainer.config.actor import ModelConfig
 from ostinato_trainer.errors import ConfigError
+from ostinato_trainer.home_paths import home_path
 
 __all__ = ["chat_template_text", "write_chat_template"]
 
@@ -21,7 +22,7 @@ def chat_template_text(model: ModelConfig) -> str | None:
     if value is None or not value.endswith(".jinja"):
         return value
     try:
-        return Path(value).expanduser().read_text(encoding="utf-8")
+        return home_path(value, "actor_rollout_ref.model.chat_template").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from ostinato_trainer.errors import TrainerError
+from ostinato_trainer.home_paths import home_path
 
 __all__ = ["is_file", "load_function", "load_object", "place_of", "without_prefix"]
 
@@ -73,10 +74,7 @@ def without_prefix(path: str) -> str:
 
 
 def _import_file(path: str, key: str, error: type[TrainerError]) -> ModuleType:
-    try:
-        file = Path(path).expanduser().resolve()
-    except RuntimeError as cause:
-        raise error(f"{key}.path must be an existing Python file, got {path}: {cause}; write the whole path") from cause
+    file = home_path(path, f"{key}.path", error).resolve()
     if not file.is_file():
         raise error(f"{key}.path must be an existing Python file, got {path}; check the path")
     name = f"ostinato_custom_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"

@@ -14,6 +14,7 @@ from ostinato_tokenization import ChatTokenizer, TokenizationError
 from ostinato_trainer.chat_template import chat_template_text
 from ostinato_trainer.config.actor import ModelConfig
 from ostinato_trainer.errors import ConfigError
+from ostinato_trainer.home_paths import home_path
 
 __all__ = ["check_model_folder", "check_same_tokenizer", "load_tokenizer"]
 
@@ -44,7 +45,7 @@ def check_model_folder(path: str, key: str = _KEY) -> None:
     Raises:
         ConfigError: No such folder, or one without config.json; the cure depends on what is there.
     """
-    folder = Path(path).expanduser()
+    folder = home_path(path, f"{key}.path")
     if (folder / "config.json").is_file():
         return
     cure = "check the path"
@@ -68,7 +69,7 @@ def check_same_tokenizer(policy: str, critic: str) -> None:
     Raises:
         ConfigError: The two folders give an id to different tokens.
     """
-    ours, theirs = (_token_ids(Path(path).expanduser() / "tokenizer.json") for path in (policy, critic))
+    ours, theirs = (_token_ids(home_path(path, "model.path") / "tokenizer.json") for path in (policy, critic))
     if ours is None or theirs is None:
         return
     different = next((token for token, number in ours.items() if theirs.get(token) != number), None)

@@ -17,6 +17,7 @@ from ostinato_engines.engine_process import EngineProcess
 from ostinato_engines.loading import construct_server, engine_class, load_server_class, names_not_taken
 from ostinato_rollout import ServerPool
 from ostinato_trainer.config import Config, RolloutConfig
+from ostinato_trainer.home_paths import home_path
 
 if TYPE_CHECKING:
     from ostinato_trainer.placement.places import Places
@@ -218,4 +219,4 @@ def _unset(key: str) -> str:
 
 
 def _interpreter(python: str) -> str:
-    return str(Path(python).expanduser())
+    return str(home_path(python, "actor_rollout_ref.rollout.engine_python"))

@@ -27,6 +27,7 @@ from ostinato_rollout.openai_app import OpenAIApp, serving
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens, SanityCheckMode
 from ostinato_tools import ToolParser, UnknownParserError, get_parser, parser_for
 from ostinato_trainer.chat import chat_tokenizer, find_model
+from ostinato_trainer.home_paths import home_path
 from ostinato_trainer.interrupts import run_interruptibly
 
 __all__ = ["ServeSettings", "run_serve"]
@@ -105,7 +106,7 @@ def _engine(model_path: Path, settings: ServeSettings) -> AsyncServerBase:
     """One of our engines by name, here or under an interpreter of its own; what is not set is its own choice."""
     chosen: dict[str, Any] = {} if settings.max_model_len is None else {"max_model_len": settings.max_model_len}
     if settings.engine_python is not None:
-        python = settings.engine_python.expanduser()
+        python = home_path(settings.engine_python, "--engine-python")
         return EngineProcess(settings.engine, model_path, python=python, settings=chosen, required=tuple(chosen))
     return construct_server(engine_class(settings.engine), str(model_path), chosen, required=tuple(chosen))
 

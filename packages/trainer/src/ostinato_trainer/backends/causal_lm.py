@@ -22,6 +22,7 @@ from ostinato_trainer.backends.token_log_probs import chosen_log_probs
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError
 from ostinato_trainer.heartbeat import beat
+from ostinato_trainer.home_paths import home_path
 
 _logger = logging.getLogger(__name__)
 
@@ -129,10 +130,7 @@ class CausalLM:
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Parameters (tied ones once) and persistent buffers by name, in the model's order."""
-        tensors: dict[str, Tensor] = dict(self.model.named_parameters())
-        persistent = self.model.state_dict(keep_vars=True)
-        tensors.update({name: buffer for name, buffer in self.model.named_buffers() if name in persistent})
-        return tensors
+        return persistent_tensors(self.model)
 
     def save_hf(
         self, directory: Path, *, tokenizer_source: str | Path | None, weights: Mapping[str, Tensor] | None = None
@@ -189,6 +187,14 @@ class CausalLM:
         return alike
 
 
+def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters (tied ones once) and persistent buffers by name, in the model's order."""
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    persistent = model.state_dict(keep_vars=True)
+    tensors.update({name: buffer for name, buffer in model.named_buffers() if name in persistent})
+    return tensors
+
+
 def _alike(left: Tensor, right: Tensor) -> bool:
     return left.shape == right.shape and torch.allclose(left.float(), right.float(), rtol=1e-3, atol=1e-4)
 
@@ -224,7 +230,7 @@ def load_causal_lm(
     """
     from transformers import AutoModelForCausalLM
 
-    folder = Path(path).expanduser()
+    folder = home_path(path, key, BackendError)
     looks_local = (
         folder.exists() or folder.is_absolute() or str(path).startswith(("./", "../", "~")) or str(path).count("/") > 1
     )

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ostinato_trainer.backends.state import check_matches
 from ostinato_trainer.config.actor import ModelConfig
 from ostinato_trainer.errors import BackendError, CheckpointError, MissingExtraError
+from ostinato_trainer.home_paths import home_path
 
 ALL_LINEAR: Final = "all-linear"
 """Every linear layer but the output layer."""
@@ -104,7 +105,7 @@ class LoraAdapters:
                 "name attention layers, such as [q_proj,k_proj,v_proj,o_proj]"
             )
         if options.adapter_path:
-            self._read(Path(options.adapter_path).expanduser())
+            self._read(home_path(options.adapter_path, f"{_KEY}.lora_adapter_path", CheckpointError))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The adapters' own parameters by their names in the model; nothing else is trained."""
@@ -213,7 +214,7 @@ def _new_config(model: Any, options: LoraOptions) -> Any:
 
 
 def _stored_config(options: LoraOptions) -> Any:
-    folder = Path(str(options.adapter_path)).expanduser()
+    folder = home_path(str(options.adapter_path), f"{_KEY}.lora_adapter_path", CheckpointError)
     peft = _peft()
     try:
         config = peft.PeftConfig.from_pretrained(str(folder))

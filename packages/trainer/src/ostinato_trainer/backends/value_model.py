@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ostinato_trainer.backends.causal_lm import load_causal_lm
 from ostinato_trainer.errors import BackendError
+from ostinato_trainer.home_paths import home_path
 
 _HEAD_NAME = "score"
 """Attribute of the head here and in the field's token and sequence classifiers."""
@@ -75,7 +76,9 @@ def load_value_model(path: str | Path, *, dtype: torch.dtype, device: torch.devi
             f"critic.model.path must hold a model of a backbone and an output layer, got {type(whole).__name__} in {str(path)!r}; "
             "name another model"
         )
-    return ValueModel(whole.base_model, _stored_head(Path(path).expanduser(), dtype=dtype, device=device))
+    return ValueModel(
+        whole.base_model, _stored_head(home_path(path, "critic.model.path", BackendError), dtype=dtype, device=device)
+    )
 
 
 def _stored_head(folder: Path, *, dtype: torch.dtype, device: torch.device) -> nn.Linear | None:

@@ -1,7 +1,7 @@
 """`ostinato export`: the model of a checkpoint as a folder of its own, in the Hugging Face format.
 
-Invariant: what is exported is what was saved, checked by its checksums, and the output is there whole or not at all. A conversion rounds
-weights and touches nothing else.
+Invariant: what is exported is what was saved, checked by its checksums and without what has come to lie beside it, and the output is there
+whole or not at all. A conversion rounds weights and touches nothing else.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ostinato_trainer.checkpoints.manager import BEST, LATEST
 from ostinato_trainer.checkpoints.resume import MODEL_FOLDER
 from ostinato_trainer.checkpoints.whole_folder import folder_made_whole
 from ostinato_trainer.errors import CheckpointError
+from ostinato_trainer.home_paths import home_path
 
 __all__ = ["DTYPES", "export_model"]
 
@@ -46,14 +47,22 @@ def export_model(source: Path, output: Path, *, best: bool, dtype: str | None, c
         raise CheckpointError(
             f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; leave it out to keep the weights"
         )
-    checkpoint = _checkpoint(source.expanduser(), best=best)
+    output = home_path(output, "--output", CheckpointError)
+    checkpoint = _checkpoint(home_path(source, "the checkpoint", CheckpointError), best=best)
     inventory = read_inventory(checkpoint)
     names = [name for name in inventory.files if name.startswith(f"{MODEL_FOLDER}/")]
     if not names:
         raise CheckpointError(f"{checkpoint} must hold {MODEL_FOLDER}, got a checkpoint without; export another one")
     check_files(checkpoint, inventory, names)
+    if checkpoint.resolve() in (place := output.resolve(), *place.parents):
+        raise CheckpointError(
+            f"the output must lie outside of the checkpoint, got {output}, which would be removed with it; choose another folder"
+        )
     with folder_made_whole(output) as unfinished:
-        shutil.copytree(checkpoint / MODEL_FOLDER, unfinished, dirs_exist_ok=True)
+        for name in names:
+            copy = unfinished / Path(name).relative_to(MODEL_FOLDER)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checkpoint / name, copy)
         if dtype is not None:
             _convert(unfinished, dtype)
     console.print(f"the model of step {inventory.step} is in {escape(str(output))}", highlight=False, soft_wrap=True)
@@ -61,7 +70,13 @@ def export_model(source: Path, output: Path, *, best: bool, dtype: str | None, c
 
 def _checkpoint(source: Path, *, best: bool) -> Path:
     if (source / "checkpoint.json").is_file():
+        if best:
+            raise CheckpointError(f"--best must go with the folder of a run, got the checkpoint {source}; leave it out")
         return source
+    if not source.is_dir():
+        raise CheckpointError(
+            f"{source} must be a checkpoint or a run's folder, got no folder of that name; check the path"
+        )
     pointer = source / (BEST if best else LATEST)
     try:
         step = int(pointer.read_text(encoding="ascii"))

@@ -76,7 +76,10 @@ def read_inventory(directory: Path) -> Inventory:
                 f"{directory} must be a checkpoint of the format {_FORMAT}, got {found}, of another version; "
                 f"use that version, or begin anew from {directory / 'huggingface'}"
             )
-        return msgspec.json.decode(raw, type=Inventory)
+        inventory = msgspec.json.decode(raw, type=Inventory)
+        if outside := [name for name in inventory.files if Path(name).is_absolute() or ".." in Path(name).parts]:
+            raise CheckpointError(f"{directory} must hold its files, got {outside[0]} in its {_INVENTORY}; {cure}")
+        return inventory
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise

@@ -23,6 +23,7 @@ from typing import Final
 from ostinato_trainer.checkpoints.inventory import check_complete, flush, read_inventory, seal
 from ostinato_trainer.checkpoints.whole_folder import check_root, free_room, share_files, writing_below
 from ostinato_trainer.errors import CheckpointError
+from ostinato_trainer.home_paths import home_path
 
 __all__ = ["BEST", "LATEST", "CheckpointManager", "check_complete", "steps_below"]
 
@@ -54,7 +55,7 @@ class CheckpointManager:
         """
         if max_to_keep is not None and max_to_keep < 1:
             raise CheckpointError(f"max_ckpt_to_keep must be at least 1 or null, got {max_to_keep}; null keeps all")
-        self.root = Path(root).expanduser()
+        self.root = home_path(root, "default_local_dir", CheckpointError)
         self._max_to_keep = max_to_keep
         self._best_metric = best_metric
         self._root_descriptor: int | None = None

@@ -25,6 +25,7 @@ from ostinato_trainer.config.loading import to_yaml
 from ostinato_trainer.config.resuming import ResumeConfig
 from ostinato_trainer.config.sft import SftConfig
 from ostinato_trainer.errors import CheckpointError
+from ostinato_trainer.home_paths import home_path
 from ostinato_trainer.loggers.group import METRICS_FILE
 
 __all__ = [
@@ -102,7 +103,9 @@ def resume_point(trainer: ResumeConfig, manager: CheckpointManager) -> ResumePoi
     """
     steps = manager.steps()
     if trainer.resume_mode == "resume_path":
-        return _asked_for(Path(str(trainer.resume_from_path)).expanduser(), manager)
+        return _asked_for(
+            home_path(str(trainer.resume_from_path), "trainer.resume_from_path", CheckpointError), manager
+        )
     if not steps:
         return None
     if trainer.resume_mode == "disable":
@@ -125,7 +128,7 @@ def check_same_run(point: ResumePoint, config: Config | SftConfig, tokenizer: Ch
         if isinstance(config, SftConfig)
         else (config.actor_rollout_ref.model, "actor_rollout_ref.model")
     )
-    given = Path(str(model.path)).expanduser()
+    given = home_path(str(model.path), f"{key}.path")
     if (saved / "config.json").is_file() and (given / "config.json").is_file():
         _check_same_model(saved, given, key)
     _check_same_tokenizer(saved, given, tokenizer, key)

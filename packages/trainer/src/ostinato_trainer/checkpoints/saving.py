@@ -98,6 +98,14 @@ class RunCheckpoints:
         """
         self._thread.check()
 
+    async def finish(self) -> None:
+        """Wait for the checkpoint that is being written.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        await self._thread.finish()
+
     async def __aenter__(self) -> RunCheckpoints:
         return self
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from ostinato_trainer.errors import CheckpointError
+from ostinato_trainer.home_paths import home_path
 
 __all__ = ["check_root", "folder_made_whole", "free_room", "share_files", "writing_below"]
 
@@ -38,8 +39,8 @@ def folder_made_whole(output: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: There is something in it already, or it cannot be written.
     """
-    output = output.expanduser().absolute()
-    hidden = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.unfinished")
+    output = home_path(output, "--output", CheckpointError).absolute()
+    hidden = output.parent / f".{output.name}.{uuid.uuid4().hex[:8]}.unfinished"
     try:
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise CheckpointError(f"--output must be new or an empty folder, got {output}; choose another or remove it")
@@ -66,7 +67,7 @@ def check_root(root: Path) -> None:
     Raises:
         CheckpointError: `root`, or what it would be made in, is no folder or must not be written to.
     """
-    folder = root.expanduser().absolute()
+    folder = home_path(root, "trainer.default_local_dir", CheckpointError).absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     found = "is no folder" if not folder.is_dir() else None if os.access(folder, os.W_OK | os.X_OK) else "is protected"

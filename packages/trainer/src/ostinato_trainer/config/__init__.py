@@ -32,6 +32,7 @@ from ostinato_trainer.config.rollout import (
     ValidationSamplingConfig,
 )
 from ostinato_trainer.config.sampling import FilterGroupsConfig, WatchdogConfig
+from ostinato_trainer.home_paths import home_path
 
 __all__ = [
     "ActorConfig",
@@ -148,7 +149,8 @@ class TrainerConfig(ResumeConfig, frozen=True, forbid_unknown_fields=True, kw_on
     @property
     def local_dir(self) -> str:
         """`default_local_dir`, or the folder that follows from project and experiment."""
-        return self.default_local_dir or f"checkpoints/{self.project_name}/{self.experiment_name}"
+        folder = self.default_local_dir or f"checkpoints/{self.project_name}/{self.experiment_name}"
+        return str(home_path(folder, "trainer.default_local_dir"))
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

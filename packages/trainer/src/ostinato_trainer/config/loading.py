@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ostinato_trainer.config import Config
 from ostinato_trainer.config.checks import consistency_problems, problems_text, unread_keys
+from ostinato_trainer.config.homes import with_homes
 from ostinato_trainer.config.renames import REFUSED_VALUES
 from ostinato_trainer.config.schema import Key, is_free_form, schema_keys, schema_sections, type_text
 from ostinato_trainer.config.unknown import unknown_key_message
@@ -100,7 +101,7 @@ def load_tree(
         for path, value in source.values.items():
             merged[path] = _merged_value(merged.get(path), value)
             origins[path] = source.name
-    config = _convert(_resolve(merged, root), origins, root)
+    config = _convert(with_homes(_resolve(merged, root), origins), origins, root)
     return config, [path for path in origins if path in merged and merged[path] != _default(path, root)]
 
 

@@ -11,6 +11,7 @@ from typing import Final
 
 from ostinato_trainer.data.hub_files import HUB_SCHEME, hub_file_names
 from ostinato_trainer.errors import DatasetError
+from ostinato_trainer.home_paths import home_path
 
 __all__ = ["data_file_names", "expanded_path"]
 
@@ -40,13 +41,7 @@ def expanded_path(name: str) -> Path:
     Raises:
         DatasetError: There is no such home.
     """
-    try:
-        return Path(name).expanduser()
-    except RuntimeError as error:
-        raise DatasetError(
-            f"a path must begin with the home of a known user where it begins with ~, got {name}: {error}; "
-            "write the whole path"
-        ) from error
+    return home_path(name, "a path", DatasetError)
 
 
 def _is_pattern(name: str) -> bool:

@@ -23,6 +23,7 @@ from ostinato_trainer.data.files import open_data_file
 from ostinato_trainer.data.gsm8k_dialogues import Gsm8kDialogues
 from ostinato_trainer.data.hub_files import HUB_SCHEME
 from ostinato_trainer.errors import DatasetError
+from ostinato_trainer.home_paths import home_path
 from ostinato_trainer.rewards.scorers import ground_truth_of
 
 __all__ = ["GSM8K_DATA_SOURCE", "prepare_gsm8k"]
@@ -69,7 +70,7 @@ def prepare_gsm8k(
         raise DatasetError("agent must name an agent program, got nothing; write --agent tool_agent")
     rows = {split: _read_split(input, split, agent, checks) for split in _SPLITS}
     demonstrations = _demonstrations(rows["train"], checks) if _uses_tools(agent) else []
-    folder = Path(output).expanduser()
+    folder = home_path(output, "--output", DatasetError)
     written: dict[Path, int] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +122,7 @@ def _read_split(source: str | Path, split: str, agent: str, checks: bool) -> lis
 
 
 def _split_file(source: str | Path, split: str) -> str:
-    folder = Path(source).expanduser()
+    folder = home_path(source, "--input", DatasetError)
     if folder.is_dir():
         found = next(
             (folder / f"{split}{suffix}" for suffix in _SUFFIXES if (folder / f"{split}{suffix}").exists()), None

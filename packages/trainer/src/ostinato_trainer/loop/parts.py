@@ -89,6 +89,10 @@ class CheckpointWriter(Protocol):
         """Raise what writing has failed with since it was last asked; never waits."""
         ...
 
+    async def finish(self) -> None:
+        """Wait until everything is written, and raise what that has failed with."""
+        ...
+
 
 @dataclass
 class TrainerParts:

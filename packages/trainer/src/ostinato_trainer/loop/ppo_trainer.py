@@ -57,6 +57,7 @@ class PPOTrainer:
 
         Raises:
             TrainingInterrupted: A step found no groups to learn from.
+            CheckpointError: A checkpoint could not be written.
             CallbackError: A callback raised.
             StalledError: Nothing happened for as long as the watchdog allows.
         """
@@ -79,6 +80,8 @@ class PPOTrainer:
                         with clock("save_checkpoint"):
                             await parts.checkpoints.save(self.step, self._record(metrics))
                 self._report(metrics | timing_metrics(clock.seconds, metrics) | memory_metrics(config.device or "auto"))
+            with self._watchdog.phase("save_checkpoint"):
+                await parts.checkpoints.finish()
 
     async def train_step(self, clock: Stopwatch) -> dict[str, float]:
         """One step: from sampling to the new weights in the engines. Returns its metrics, without timings."""

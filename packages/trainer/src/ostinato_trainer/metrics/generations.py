@@ -16,6 +16,7 @@ import msgspec
 
 from ostinato_agent_loop import Trajectory
 from ostinato_trainer.config import TrainerConfig
+from ostinato_trainer.home_paths import home_path
 
 if TYPE_CHECKING:
     from ostinato_trainer.loggers.group import Loggers
@@ -82,7 +83,7 @@ class GenerationFiles:
     """
 
     def __init__(self, folder: str | Path, decode: Decode) -> None:
-        self.folder = Path(folder).expanduser()
+        self.folder = home_path(folder, "the folder of generations")
         self._decode = decode
         self._is_told = False
 

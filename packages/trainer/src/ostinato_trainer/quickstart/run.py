@@ -20,6 +20,7 @@ from ostinato_tokenization import ChatTokenizer, encode_training_conversation
 from ostinato_tools import ToolExecutor, load_tools
 from ostinato_trainer.checkpoints.whole_folder import writing_below
 from ostinato_trainer.errors import CheckpointError
+from ostinato_trainer.home_paths import home_path
 from ostinato_trainer.progress import step_progress
 from ostinato_trainer.quickstart import files
 from ostinato_trainer.quickstart.dialogues import FAULTY_SHARE, DialogueMaker
@@ -63,7 +64,7 @@ def run_quickstart(
         MissingExtraError: The extra quickstart is not installed.
     """
     require_drawing()
-    output = output.absolute()
+    output = home_path(output, "--output", CheckpointError).absolute()
     try:
         output.mkdir(parents=True, exist_ok=True)
         occupied = any(output.iterdir())

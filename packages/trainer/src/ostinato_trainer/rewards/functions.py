@@ -13,7 +13,6 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 from ostinato_tools.deadline import DeadlineExceeded, Deadlines, ToolGone, run_bounded
@@ -21,6 +20,7 @@ from ostinato_tools.threads import DaemonThreads
 from ostinato_trainer.config.reward import RewardConfig
 from ostinato_trainer.custom_code import is_file, load_object, without_prefix
 from ostinato_trainer.errors import RewardError
+from ostinato_trainer.home_paths import home_path
 from ostinato_trainer.rewards.failures import failing_as, late_text
 from ostinato_trainer.rewards.scoring_processes import ScoringProcesses
 
@@ -193,7 +193,7 @@ def _in_processes(function: ComputeScore, config: RewardConfig, *, is_configured
                 "a def at the top level of a file, or write reward.executor=thread"
             )
     elif custom.path is not None and is_file(custom.path):
-        file = str(Path(without_prefix(custom.path)).expanduser().resolve())
+        file = str(home_path(without_prefix(custom.path), name, RewardError).resolve())
     else:
         module = without_prefix(str(custom.path))
     processes = ScoringProcesses(
