@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,3 +53,34 @@ def replay(line: LogLine) -> None:
     logger = logging.getLogger(line.logger)
     if logger.isEnabledFor(line.level):
         logger.log(line.level, "%s", line.text)
+
+
+def request_of(method: str, arguments: tuple[Any, ...]) -> bytes:
+    """A call as bytes.
+
+    Raises:
+        BackendError: something in it cannot travel.
+    """
+    try:
+        return pickle.dumps((method, arguments))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise BackendError(
+            f"arguments of {method} must be picklable to reach the ranks, got {error}; a loss or factory must be a function of a module or a "
+            "dataclass with __call__"
+        ) from error
+
+
+def error_of(failures: dict[int, Failure], num_ranks: int) -> Exception:
+    """The first rank's error, which says where it was raised and by `ranks_in_step` whether all ranks raised."""
+    first = min(failures)
+    error = failures[first].error
+    error.ranks_in_step = len(failures) == num_ranks  # pyright: ignore[reportAttributeAccessIssue]  read by `call`
+    error.add_note(
+        f"raised on {named_ranks(list(failures))} of {num_ranks}; on rank {first}:\n{failures[first].traceback}"
+    )
+    return error
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """For people."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

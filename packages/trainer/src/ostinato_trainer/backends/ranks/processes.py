@@ -26,7 +26,7 @@ import msgspec
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
 
 from ostinato_trainer.backends.ranks.base import RankAddress, RankFactory
-from ostinato_trainer.backends.ranks.messages import Answer, Failure, LogLine, replay
+from ostinato_trainer.backends.ranks.messages import Answer, Failure, LogLine, error_of, named_ranks, replay, request_of
 from ostinato_trainer.backends.ranks.workers import RankDiedError, RankTimeoutError
 from ostinato_trainer.errors import BackendError
 
@@ -194,12 +194,12 @@ class RankProcesses:
             store_port=self._store.port,
             device="cpu" if self.options.device == "cpu" else f"{self.options.device}:{rank}",
             timeout_s=self.options.collective_timeout_s,
-            interface=_loopback(),
+            interface=loopback(),
         )
 
     def _exchange(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """One call on every rank; raises where one fails, dies or is late, and says by `ranks_in_step` whether all failed alike."""
-        requests = [_request(method, each) for each in arguments]
+        requests = [request_of(method, each) for each in arguments]
         ranks, threads = self._ranks, self._threads
         assert threads is not None
         answers: list[Future[Any]] = [
@@ -216,10 +216,10 @@ class RankProcesses:
                 deadline = min(deadline, time.monotonic() + _LATE_ERRORS_S)
             wait([answers[rank] for rank in waiting], timeout=_POLL_S, return_when=FIRST_COMPLETED)
         if failures:
-            raise _error_of(failures, len(answers))
+            raise error_of(failures, len(answers))
         if waiting:
             raise RankTimeoutError(
-                f"{method} must be answered by all ranks within {self.options.call_timeout_s:g} s, but {_named(waiting)} had not; "
+                f"{method} must be answered by all ranks within {self.options.call_timeout_s:g} s, but {named_ranks(waiting)} had not; "
                 f"{self._end_of_output(ranks[waiting[0]])}"
             )
         return [answer.result().value for answer in answers]
@@ -268,36 +268,12 @@ def _started(log: Path, environment: dict[str, str]) -> _Rank:
     return _Rank(process, ours, life, log)
 
 
-def _request(method: str, arguments: tuple[Any, ...]) -> bytes:
-    """A call as bytes.
-
-    Raises:
-        BackendError: something in it cannot travel.
-    """
-    try:
-        return pickle.dumps((method, arguments))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise BackendError(
-            f"arguments of {method} must be picklable to reach the ranks, got {error}; a loss or factory must be a function of a module or a "
-            "dataclass with __call__"
-        ) from error
-
-
 def _failures(answers: Sequence[Future[Any]]) -> dict[int, Failure]:
     """What was raised, by rank."""
     results = {
         rank: answer.result() for rank, answer in enumerate(answers) if answer.done() and answer.exception() is None
     }
     return {rank: result for rank, result in results.items() if isinstance(result, Failure)}
-
-
-def _error_of(failures: dict[int, Failure], num_ranks: int) -> Exception:
-    """The first rank's error, which says where it was raised and by `ranks_in_step` whether all ranks raised."""
-    first = min(failures)
-    error = failures[first].error
-    error.ranks_in_step = len(failures) == num_ranks  # pyright: ignore[reportAttributeAccessIssue]  read by `call`
-    error.add_note(f"raised on {_named(list(failures))} of {num_ranks}; on rank {first}:\n{failures[first].traceback}")
-    return error
 
 
 def _status(process: subprocess.Popen[bytes]) -> str:
@@ -318,11 +294,7 @@ def _tail(log: Path) -> str:
         return f"(unreadable: {error})"
 
 
-def _named(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-def _loopback() -> str | None:
+def loopback() -> str | None:
     """The interface that leads back to this machine, where the system can name it."""
     names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
     return next((name for name in ("lo", "lo0") if name in names), None)

@@ -1,0 +1,97 @@
+"""Whole runs whose engines and agent workers are actors, on a real cluster of this host."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ostinato_trainer.assembly import run_training
+from ostinato_trainer.config.loading import load_config
+from ostinato_trainer.errors import ConfigError
+
+pytest.importorskip("ray")
+pytest.importorskip("zmq")
+
+from ostinato_rollout.ray_cluster.testing import local_cluster
+
+REWARD = """async def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return sum(letter.isdigit() for letter in solution_str) / max(1, len(solution_str))
+"""
+NUM_STEPS = 6
+ACTORS = ("trainer.executor=ray", "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.agent.num_workers=2")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cluster():
+    """A cluster for all tests here."""
+    with local_cluster():
+        yield
+
+
+def steps_of(home: Path, folder: Path, *overrides: str) -> list[dict]:
+    """The metrics of a run on the quickstart's task, rewarded for digits."""
+    folder.mkdir()
+    (folder / "reward.py").write_text(REWARD)
+    settings = [
+        f"trainer.total_training_steps={NUM_STEPS}",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=0",
+        "trainer.logger=[jsonl]",
+        f"trainer.default_local_dir={folder}",
+        "data.train_batch_size=8",
+        "data.max_response_length=24",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.optim.lr=5e-3",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.full_determinism=false",
+        f"reward.custom_reward_function.path={folder / 'reward.py'}",
+        *overrides,
+    ]
+    run_training(load_config([home / "config.yaml"], settings))
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_run_of_actors_learns_as_one_process_does(quickstart_home: Path, tmp_path: Path) -> None:
+    """Two replicas and two workers give the curve of one process, for seeds know nothing of where a trajectory runs; and it rises."""
+    alone = [step["critic/score/mean"] for step in steps_of(quickstart_home, tmp_path / "local")]
+    actors = [step["critic/score/mean"] for step in steps_of(quickstart_home, tmp_path / "ray", *ACTORS)]
+    assert len(actors) == NUM_STEPS
+    assert actors == pytest.approx(alone, rel=0.05)
+    assert actors[-1] > 2 * actors[0]
+
+
+@pytest.mark.slow
+def test_engines_on_machines_of_their_own_sample_ahead(quickstart_home: Path, tmp_path: Path) -> None:
+    """With `rollout.nnodes` engines share nothing with training, need not sleep, and go on while the policy is trained."""
+    separate = (
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=2",
+        "trainer.max_staleness=1",
+    )
+    steps = steps_of(quickstart_home, tmp_path / "run", *ACTORS, *separate, "trainer.total_training_steps=2")
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(step["training/num_trajectories"] == 32.0 for step in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("trainer.n_gpus_per_node=99",), r"must have 99 CPU on one node for engines, 1 such in all, while .* 16 CPU"),
+        (("trainer.device=cuda",), r"must have 2 CPU, 2 GPU on one node"),
+        (
+            ("actor_rollout_ref.rollout.agent.agent_loop_config_path=not/there.yaml",),
+            r"agent_loop_config_path=not/there.yaml must be on every node",
+        ),
+    ],
+)
+def test_what_the_cluster_lacks_is_said_before_the_start(
+    quickstart_home: Path, tmp_path: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    """Places that no node has, and files that a node does not see, are errors, and nothing waits for them."""
+    with pytest.raises(ConfigError, match=message):
+        steps_of(quickstart_home, tmp_path / "run", *ACTORS, *overrides)
