@@ -40,7 +40,9 @@ for found in pkgutil.walk_packages(package.__path__, name + "."):
         importlib.import_module(found.name)
     except ImportError as error:
         cause = error if error.name else error.__cause__
-        if not isinstance(cause, ImportError) or str(cause.name).split(".")[0] not in optional:
+        missing = cause.name.split(".")[0] if isinstance(cause, ImportError) and cause.name else None
+        # megatron-core is imported as megatron.core
+        if missing is None or not any(f"{each}_".startswith(f"{missing}_") for each in optional):
             raise
         print(f"  {found.name} needs an extra: {error}")
 """

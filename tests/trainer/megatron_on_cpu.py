@@ -56,7 +56,7 @@ def install() -> None:
     cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     cuda.default_generators = (torch.default_generator,)
     torch.Tensor.cuda = lambda self, *_, **__: self
-    torch.nn.Module.cuda = lambda self, *_: self
+    torch.nn.Module.cuda = lambda self, *_, **__: self  # pyright: ignore[reportAttributeAccessIssue]
     type_of = torch.Tensor.type
 
     def spelled(self: torch.Tensor, dtype: Any = None, **options: Any) -> Any:

@@ -35,10 +35,12 @@ class PackedCausalAttention(nn.Module):
         assert attention_mask is None
         assert attention_bias is None
         assert packed_seq_params is not None
-        rows = (states.transpose(0, 1).unsqueeze(0) for states in (query, key, value))
+        query, key, value = (states.transpose(0, 1).unsqueeze(0) for states in (query, key, value))
         attended, _ = packed_attention(
             self,
-            *rows,
+            query,
+            key,
+            value,
             None,
             cu_seq_lens_q=packed_seq_params.cu_seqlens_q,
             max_length_q=packed_seq_params.max_seqlen_q,

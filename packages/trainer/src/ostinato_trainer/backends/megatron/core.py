@@ -24,18 +24,25 @@ from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError, MissingExtraError
 
 try:
-    from megatron.core import parallel_state
-    from megatron.core.distributed import (
+    from megatron.core import parallel_state  # pyright: ignore[reportMissingImports]
+    from megatron.core.distributed import (  # pyright: ignore[reportMissingImports]
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.models.gpt import GPTModel  # pyright: ignore[reportMissingImports]
+    from megatron.core.models.gpt.gpt_layer_specs import (  # pyright: ignore[reportMissingImports]
+        get_gpt_layer_local_spec,
+    )
+    from megatron.core.optimizer import (  # pyright: ignore[reportMissingImports]
+        OptimizerConfig,
+        get_megatron_optimizer,
+    )
+    from megatron.core.packed_seq_params import PackedSeqParams  # pyright: ignore[reportMissingImports]
+    from megatron.core.pipeline_parallel import get_forward_backward_func  # pyright: ignore[reportMissingImports]
+    from megatron.core.transformer.transformer_config import (  # pyright: ignore[reportMissingImports]
+        TransformerConfig,
+    )
 except ImportError as error:
     raise MissingExtraError(
         f"megatron.core must be importable for actor_rollout_ref.actor.strategy=megatron, got {error}; "

@@ -84,9 +84,9 @@ class ShardedOptimizer:
             return self._skip(grad_norm, lr, f"gradient norm is {grad_norm}, {where}")
         if grad_norm > options.grad_clip:
             scale = options.grad_clip / (grad_norm + 1e-6)
-            torch._foreach_mul_(
-                [each.grad for each in self._optimizer.get_parameters() if each.grad is not None], scale
-            )
+            for parameter in self._optimizer.get_parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step_with_ready_grads()
