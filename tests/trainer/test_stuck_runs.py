@@ -137,7 +137,7 @@ def test_an_engine_that_never_answers_ends_the_run(quickstart_home: Path, tmp_pa
 def test_an_engine_that_never_answers_is_named_by_the_watchdog(quickstart_home: Path, tmp_path: Path) -> None:
     """Where the deadline of a turn is longer than the watchdog's, the run ends all the same, and says what it waits for."""
     with pytest.raises(StalledError, match=r"in gen in step; it waits for: .*session "):
-        run(quickstart_home, tmp_path, *server("DeafServer", tmp_path), SOON, "trainer.watchdog.fail_after_s=1")
+        run(quickstart_home, tmp_path, *server("DeafServer", tmp_path), SOON, "trainer.watchdog.fail_after_s=3")
 
 
 def test_a_backend_that_blocks_ends_the_run(

@@ -58,7 +58,7 @@ async def test_a_wait_without_end_becomes_an_error_with_its_phase(log: pytest.Lo
 
 async def test_a_blocked_event_loop_is_noticed_and_interrupted() -> None:
     """Code that blocks the event loop is interrupted as by Ctrl-C, and the error says that the loop stood still."""
-    watchdog = Watchdog(FAIL)
+    watchdog = Watchdog(WatchdogConfig(warn_after_s=None, fail_after_s=0.8))
 
     async def block() -> None:
         async with watchdog.watching():
@@ -247,7 +247,7 @@ from ostinato_trainer.config.sampling import WatchdogConfig
 from ostinato_trainer.loop.watchdog import Watchdog
 
 async def main():
-    watchdog = Watchdog(WatchdogConfig(warn_after_s=None, fail_after_s=0.2), graces_s=(0.1, 0.3))
+    watchdog = Watchdog(WatchdogConfig(warn_after_s=None, fail_after_s=0.8), graces_s=(0.1, 0.3))
     async with watchdog.watching():
         with watchdog.phase("all_reduce"):
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])

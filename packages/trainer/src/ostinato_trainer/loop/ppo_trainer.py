@@ -63,7 +63,8 @@ class PPOTrainer:
         """
         config, parts = self.config.trainer, self.parts
         async with self._running():
-            await self._send_weights()
+            with self._watchdog.phase("update_weights"):
+                await self._send_weights()
             if parts.val_rows and (config.val_only or (config.val_before_train and self.step == 0)):
                 self._report(await self.validate())
             while self.step < self.total_steps and not config.val_only:

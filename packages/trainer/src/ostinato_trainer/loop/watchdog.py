@@ -34,6 +34,8 @@ _SAMPLING = ("gen", "testing")
 _MAX_FRAMES = 12
 _MAX_SESSIONS = 3
 _INTERRUPT_S = 1.0
+_MIN_BLOCKED_S = 0.5
+"""Seconds in which even an event loop that waits may not get its turn on a busy machine."""
 _EXIT_STATUS = 70
 
 
@@ -50,6 +52,7 @@ class Watchdog:
         self._config, self._graces_s = config, graces_s
         limits = [limit for limit in (config.warn_after_s, config.fail_after_s) if limit is not None]
         self._poll_s = min(1.0, min(limits, default=1.0) / 4)
+        self._blocked_s = max(_MIN_BLOCKED_S, 4 * self._poll_s)
         self._phases: list[_Phase] = []
         self._num_changes = 0
         self._last_beat = time.monotonic()
@@ -114,7 +117,7 @@ class Watchdog:
 
     def _watch(self, done: threading.Event) -> None:
         config = self._config
-        standstill, warn_after_s = Standstill(longest_look_s=4 * self._poll_s), config.warn_after_s
+        standstill, warn_after_s = Standstill(longest_look_s=2 * self._poll_s), config.warn_after_s
         while not done.wait(self._poll_s):
             self._ask_for_beat()
             quiet_s = standstill.look(time.monotonic(), self.progress())
@@ -156,7 +159,7 @@ class Watchdog:
 
     def _is_blocked(self) -> bool:
         """Whether the event loop does not answer."""
-        return self._still_s() > 4 * self._poll_s
+        return self._still_s() > self._blocked_s
 
     def _fail(self, quiet_s: float, done: threading.Event) -> None:
         """End the run: by cancellation, else by an interrupt, else with the process."""
