@@ -1,7 +1,7 @@
 """A manager of one's own in forty lines, which derives from nothing: it asks each row once and scores the answer.
 
-`actor_rollout_ref.rollout.agent.agent_loop_manager_class=own_manager.OwnManager`, with this file's folder in PYTHONPATH. Whatever
-runs trajectories elsewhere fits in the same way, as long as it returns the ids that were sampled.
+`actor_rollout_ref.rollout.agent.agent_loop_manager_class=own_manager.OwnManager`, with this file in the working directory or its folder
+in PYTHONPATH. Whatever runs trajectories elsewhere fits in the same way, as long as it returns the ids that were sampled.
 """
 
 import asyncio

@@ -1,6 +1,9 @@
-"""The root README: its example runs as an agent, its YAML form is what a run reads, and its commands exist."""
+"""The root README: its agent runs, by its class, its list and its command, and its commands and links exist."""
 
+import json
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,17 +20,24 @@ REPO = Path(__file__).resolve().parents[2]
 README = (REPO / "README.md").read_text()
 
 
-async def test_the_example_is_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The class of the README, made known by a YAML list, runs and returns both of its turns as sampled tokens."""
+@pytest.fixture
+def agent_files(tmp_path: Path) -> Path:
+    """A folder with the files that the README tells to write."""
     [code] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    [listed] = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
     (tmp_path / "my_agents.py").write_text(code)
-    (tmp_path / "agents.yaml").write_text("- name: second_thoughts\n  _target_: my_agents.SecondThoughts\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "agents.yaml").write_text(listed)
+    return tmp_path
+
+
+async def test_the_example_is_an_agent(agent_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class of the README, made known by its YAML list, runs and returns both of its turns as sampled tokens."""
+    monkeypatch.syspath_prepend(str(agent_files))
     tokenizer = tiny_chat_tokenizer()
     server = ScriptedServer(lambda request: "7", encode=tokenizer.encode_text, end_token_id=tokenizer.stop_token_ids[0])
     pool = ServerPool([server])
     await pool.start()
-    agent = AgentConfig(default_agent_loop="second_thoughts", agent_loop_config_path=str(tmp_path / "agents.yaml"))
+    agent = AgentConfig(default_agent_loop="second_thoughts", agent_loop_config_path=str(agent_files / "agents.yaml"))
     manager = AgentLoopManager(
         RolloutConfig(agent=agent),
         tokens=ContinuousTokens(tokenizer),
@@ -41,6 +51,32 @@ async def test_the_example_is_an_agent(tmp_path: Path, monkeypatch: pytest.Monke
     [output] = trajectory.segments
     sampled = [token_id for token_id, mask in zip(output.response_ids, output.response_mask, strict=True) if mask]
     assert tokenizer.decode(sampled, skip_special_tokens=True) == "77"
+
+
+@pytest.mark.slow
+def test_the_agent_is_trained_by_the_command_that_is_shown(
+    agent_files: Path, base: Path, small: tuple[str, ...]
+) -> None:
+    """From a folder with the two files, the command of the README trains the agent on what the quickstart has made."""
+    shutil.copytree(base, agent_files / "outputs" / "quickstart")
+    [shown] = re.findall(
+        r"uv run (ostinato train outputs/quickstart/config.yaml.*second_thoughts)\n```", README, re.DOTALL
+    )
+    script = Path(sys.executable).with_name("ostinato")
+    command = shlex.split(shown.replace("\\\n", " "))[1:]
+    # The model is not warmed up, and would not leave the first turn.
+    room = ("data.max_response_length=120", "actor_rollout_ref.rollout.multi_turn.max_turn_tokens=16")
+    done = subprocess.run(
+        [str(script), *command, *small, *room],
+        cwd=agent_files,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    records = (agent_files / "outputs" / "second_thoughts" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(records[-1])["num_turns/mean"] == 4
 
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"uv run ostinato (\w+(?: gsm8k)?)", README))))
