@@ -3,6 +3,8 @@
 import json
 import logging
 
+import pytest
+
 from ostinato_agent_loop import AgentLoopOutput, RewardResult, Trajectory, TrajectoryEnd
 from ostinato_rollout import Failure, FailureKind
 from ostinato_trainer.metrics.generations import GenerationFiles, generation_row, generation_rows
@@ -47,7 +49,29 @@ def test_a_line_has_prompt_answer_score_and_what_the_reward_said(tmp_path):
 
 def test_the_reward_cannot_replace_what_is_known():
     """A value of the reward function under a name of ours does not hide ours."""
-    assert generation_row(trajectory("a", score=0.5, extra={"output": "forged"}), decode)["output"] == "3"
+    forged = trajectory("a", score=0.5, extra={"output": "forged", "score": 9, "step": 9, "failure": "forged"})
+    row = generation_row(forged, decode)
+    assert (row["output"], row["score"]) == ("3", 0.5)
+    assert not {"step", "failure"} & set(row)
+
+
+@pytest.mark.parametrize("value", ["\ud800", {(1, 2): "\udfff"}, 10**400, [object()], {"a": {"\ud800"}}])
+def test_values_that_json_does_not_know_end_no_run(tmp_path, value):
+    """Whatever rows and reward functions hold, each trajectory has its line and can be shown by loggers."""
+    odd = trajectory("a", score=0.5, extra={"odd": value})
+    odd.row = {"reward_model": {"ground_truth": value}, "data_source": value}
+    files = GenerationFiles(tmp_path, decode)
+    files.write(3, [odd, trajectory("b", score=1.0)])
+    first, second = map(json.loads, (tmp_path / "3.jsonl").read_text().splitlines())
+    assert (first["score"], second["score"]) == (0.5, 1.0)
+    assert json.dumps(generation_rows([odd], decode, 1), ensure_ascii=False).encode()
+
+
+def test_a_row_whose_reward_model_is_no_mapping_has_no_ground_truth():
+    """A dataset of the user's own may say anything there."""
+    plain = trajectory("a", score=0.5)
+    plain.row = {"reward_model": "rule"}
+    assert generation_row(plain, decode)["gts"] is None
 
 
 def test_samples_for_loggers_are_the_same_prompts_each_time():

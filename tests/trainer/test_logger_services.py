@@ -22,9 +22,11 @@ def config_for(folder: Path, *loggers: str) -> Config:
     return Config(trainer=trainer)
 
 
-def record(config: Config, steps: tuple[int, ...], state: dict[str, str] | None = None) -> dict[str, str]:
+def record(
+    config: Config, steps: tuple[int, ...], state: dict[str, str] | None = None, *, steps_done: int | None = None
+) -> dict[str, str]:
     """Record some steps; returns the ids of the runs."""
-    log = Loggers.from_config(config, state=state)
+    log = Loggers.from_config(config, state=state, steps_done=steps_done)
     log.describe({"versions/trainer": "torch 9"})
     for step in steps:
         log.log(step, METRICS)
@@ -49,13 +51,13 @@ def wandb_mode(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None
 
 
 def test_tensorboard_has_the_curve_and_the_configuration(tmp_path: Path) -> None:
-    """Event files hold every metric by step and the configuration as text; resuming adds to them."""
+    """Event files hold every metric by step and the configuration as text; steps that a resumed run does again are there once."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = config_for(tmp_path, "tensorboard")
-    record(config, (1, 2))
-    record(config, (3,))
+    record(config, (1, 2, 3, 4))
+    record(config, (3,), steps_done=2)
     events = EventAccumulator(str(tmp_path / "tensorboard" / "e"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("critic/score/mean")] == [

@@ -3,12 +3,15 @@
 import io
 import json
 import logging
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from ostinato_trainer.config import Config, TrainerConfig
@@ -146,10 +149,68 @@ def test_mlflow_records_metrics_and_settings(tmp_path: Path, monkeypatch: pytest
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     log = Loggers.from_config(Config(trainer=TrainerConfig(logger=("mlflow",), project_name="p", experiment_name="e")))
     log.describe({"versions/engine": "vllm 0.32.0"})
-    log.log(1, METRICS)
+    log.log(1, METRICS | {"val-core//data/../" + "x" * 300 + "/acc/mean@1": 0.25})
+    log.log(2, {f"many/{number}": 1.0 for number in range(1001)})
     log.close()
+    assert log.names == ("mlflow",)
     run = mlflow.search_runs(experiment_names=["p"], output_format="list")[0]
     assert run.data.metrics["critic/score/mean"] == 0.5
     assert run.data.metrics["val-core/s/acc/mean_at_1"] == 1.0
+    assert 0.25 in run.data.metrics.values()
+    assert sum(name.startswith("many/") for name in run.data.metrics) == 1001
     assert run.data.params["trainer.experiment_name"] == "e"
     assert run.data.tags["versions/engine"] == "vllm 0.32.0"
+
+
+@given(name=st.one_of(st.text(), st.text("ab./@:% ", min_size=1, max_size=600)))
+def test_mlflow_takes_every_name(name: str) -> None:
+    """Whatever a source of data is called, MLflow takes the name of its metric."""
+    pytest.importorskip("mlflow")
+    from mlflow.utils.validation import _validate_metric_name
+
+    from ostinato_trainer.loggers.mlflow_logger import mlflow_name
+
+    taken = mlflow_name(name)
+    _validate_metric_name(taken)
+    assert 0 < len(taken) <= 250
+    assert mlflow_name(name + "x") != taken
+
+
+def test_names_that_mlflow_takes_stay_as_they_are() -> None:
+    """Only `@` changes in the names of the table."""
+    pytest.importorskip("mlflow")
+    from ostinato_trainer.loggers.mlflow_logger import mlflow_name
+
+    assert mlflow_name("timing_s/step") == "timing_s/step"
+    assert mlflow_name("val-core/openai/gsm8k/acc/mean@4") == "val-core/openai/gsm8k/acc/mean_at_4"
+
+
+def test_a_console_that_nobody_reads_ends_no_run(tmp_path: Path) -> None:
+    """Where the reader of its output has gone, the process goes on; the console alone gets no more."""
+    code = """
+import sys
+from ostinato_trainer.loggers.group import ConsoleLogger, Loggers
+log = Loggers([ConsoleLogger()])
+sys.stdin.readline()
+for step in (1, 2):
+    log.log(step, {"x": 1.0})
+print(log.names, file=sys.stderr)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        process.stdout = None
+        _, said = process.communicate("go\n", timeout=120)
+    assert said.endswith("()\n")
+    assert process.returncode == 0
+
+
+def test_the_console_shows_what_its_encoding_does_not_have() -> None:
+    """A sample in another script is shown by escapes, and the console stays."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    log = Loggers([ConsoleLogger(Console(file=stream))])
+    log.log_generations(1, [{"output": "\u00e9\ud800"}])
+    assert log.names == ("console",)
+    assert stream.buffer.getvalue() == b"[step 1] output: \\xe9\\ud800\n"  # pyright: ignore[reportAttributeAccessIssue]

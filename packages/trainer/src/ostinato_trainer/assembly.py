@@ -155,7 +155,9 @@ async def _run(
     async with AsyncExitStack() as stack:
         stack.enter_context(dumps_on_signal())
         loggers = Loggers.from_config(
-            config, resume=point is not None, state=None if point is None else point.state.loggers
+            config,
+            steps_done=None if point is None else point.step,
+            state=None if point is None else point.state.loggers,
         )
         stack.callback(loggers.close)
         stack.push_async_callback(rewards.aclose)

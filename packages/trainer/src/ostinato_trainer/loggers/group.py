@@ -46,7 +46,7 @@ _IN_THREADS: Final = {
     "wandb": ("ostinato_trainer.loggers.wandb_logger", "WandbLogger", True),
     "trackio": ("ostinato_trainer.loggers.trackio_logger", "TrackioLogger", True),
 }
-"""Module, class, and whether it goes on with a run by its id."""
+"""Module, class, and whether it goes on with a run by its id; else by the steps that are done."""
 
 
 class ConsoleLogger:
@@ -60,7 +60,7 @@ class ConsoleLogger:
     def describe(self, facts: Mapping[str, str]) -> None:
         """Print a line for each fact."""
         for name, fact in facts.items():
-            self._console.print(f"{name}  {fact}", markup=False, highlight=False, soft_wrap=True)
+            self._print(f"{name}  {fact}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the line; without any of the usual metrics, the first few that there are."""
@@ -69,17 +69,23 @@ class ConsoleLogger:
         if not shown:
             shown = list(metrics.items())[: len(_CONSOLE_METRICS)]
         text = "  ".join(f"{label} {value:.4g}" for label, value in shown)
-        self._console.print(f"step {step}  {text}", markup=False, highlight=False, soft_wrap=True)
+        self._print(f"step {step}  {text}")
 
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Print prompt, answer and score of each sample."""
         for row in rows:
             for name in ("input", "output", "score", "failure"):
                 if name in row:
-                    self._console.print(f"[step {step}] {name}: {row[name]}", markup=False, highlight=False)
+                    self._print(f"[step {step}] {name}: {row[name]}")
 
     def close(self) -> None:
         """Nothing is pending."""
+
+    def _print(self, text: str) -> None:
+        """Print as it is, with escapes for what the terminal's encoding does not have."""
+        encoding = self._console.encoding
+        shown = text.encode(encoding, "backslashreplace").decode(encoding)
+        self._console.print(shown, markup=False, highlight=False, soft_wrap=True)
 
 
 class JsonlLogger:
@@ -148,7 +154,7 @@ class Loggers:
         config: Config,
         *,
         console: Console | None = None,
-        resume: bool = False,
+        steps_done: int | None = None,
         state: Mapping[str, str] | None = None,
     ) -> Loggers:
         """The loggers that `trainer.logger` names.
@@ -156,7 +162,7 @@ class Loggers:
         Args:
             config: the whole configuration; most loggers record it.
             console: where the console logger prints.
-            resume: go on with the metrics file that is there.
+            steps_done: of a run that is taken up again: its files that are there are gone on with after this step. None: a new run.
             state: what `state_dict` gave, to go on with the same runs.
 
         Raises:
@@ -165,7 +171,7 @@ class Loggers:
         made = cls([])
         try:
             for name in config.trainer.logger:
-                made._loggers.append(_open(name, config, console, resume, (state or {}).get(name)))
+                made._loggers.append(_open(name, config, console, steps_done, (state or {}).get(name)))
         except BaseException:
             made.close()
             raise
@@ -198,7 +204,7 @@ class Loggers:
         for each in tuple(self._loggers):
             try:
                 tell(each)
-            except Exception:
+            except (Exception, SystemExit):  # rich, for one, ends the process where nobody reads its output any more
                 logger.exception("the logger %s failed %s and gets no further metrics", each.name, when)
                 self._loggers.remove(each)
                 with contextlib.suppress(Exception):  # said already
@@ -213,14 +219,16 @@ class Loggers:
                 logger.exception("the logger %s failed while closing", each.name)
 
 
-def _open(name: str, config: Config, console: Console | None, resume: bool, run_id: str | None) -> MetricsLogger:
+def _open(
+    name: str, config: Config, console: Console | None, steps_done: int | None, run_id: str | None
+) -> MetricsLogger:
     if name == "console":
         return ConsoleLogger(console)
     if name == "jsonl":
         only_validates = config.trainer.val_only
         path = Path(config.trainer.local_dir) / (VALIDATION_FILE if only_validates else METRICS_FILE)
         try:
-            return JsonlLogger(path, resume=resume or only_validates)
+            return JsonlLogger(path, resume=steps_done is not None or only_validates)
         except OSError as error:
             raise LoggerError(
                 f"{path} must be a file that can be written: {error.strerror or error}; "
@@ -237,7 +245,9 @@ def _open(name: str, config: Config, console: Console | None, resume: bool, run_
             f"the logger {name} must have the extra {name} ({error}); run: pip install 'ostinato-trainer[{name}]', "
             f"or leave {name} out of trainer.logger"
         ) from None
-    return LoggerThread(name, partial(made, config, run_id=run_id) if has_run_id else partial(made, config))
+    steps_done = None if config.trainer.val_only else steps_done  # does no step again
+    goes_on = {"run_id": run_id} if has_run_id else {"steps_done": steps_done}
+    return LoggerThread(name, partial(made, config, **goes_on))
 
 
 def _free_name(path: Path) -> Path:

@@ -5,6 +5,7 @@ Where the tracking server is, MLflow itself decides (`MLFLOW_TRACKING_URI`).
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -20,9 +21,10 @@ from ostinato_trainer.config.docs import config_rows
 from ostinato_trainer.config.loading import flat_values
 from ostinato_trainer.errors import LoggerError
 
-__all__ = ["MlflowLogger"]
+__all__ = ["MlflowLogger", "mlflow_name"]
 
 _NOT_IN_NAMES: Final = re.compile(r"[^\w\-. :/]")
+_MAX_NAME_CHARS: Final = 250
 _MAX_PARAM_CHARS: Final = 500
 
 
@@ -59,8 +61,8 @@ class MlflowLogger:
         mlflow.set_tags(dict(facts))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a step; `@` in a name becomes `_at_`, since MLflow does not take it."""
-        named = {_NOT_IN_NAMES.sub("_", key.replace("@", "_at_")): float(value) for key, value in metrics.items()}
+        """Record the metrics of a step, under names that MLflow takes; see `mlflow_name`."""
+        named = {mlflow_name(key): float(value) for key, value in metrics.items()}
         mlflow.log_metrics(named, step=step, run_id=self._run.info.run_id)
 
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -72,3 +74,15 @@ class MlflowLogger:
     def close(self) -> None:
         """End the run."""
         mlflow.end_run()
+
+
+def mlflow_name(name: str) -> str:
+    """A metric's name as MLflow takes it: `@` becomes `_at_`, other characters that it refuses `_`, parts that mean a folder (none, `.`, `..`)
+    too; what is too long loses its middle."""
+    parts = _NOT_IN_NAMES.sub("_", name.replace("@", "_at_")).split("/")
+    joined = "/".join("_" if part in ("", ".", "..") else part for part in parts)
+    if len(joined) <= _MAX_NAME_CHARS:
+        return joined
+    mark = f"-{hashlib.sha256(name.encode('utf-8', 'backslashreplace')).hexdigest()[:8]}-"
+    kept = _MAX_NAME_CHARS - len(mark)
+    return joined[: kept // 2] + mark + joined[len(joined) - (kept - kept // 2) :]

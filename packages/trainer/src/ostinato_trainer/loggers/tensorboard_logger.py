@@ -19,10 +19,12 @@ TENSORBOARD_FOLDER: Final = "tensorboard"
 
 
 class TensorboardLogger:
-    """Event files in `tensorboard/EXPERIMENT_NAME` below `trainer.default_local_dir`; a resumed run adds a file there.
+    """Event files in `tensorboard/EXPERIMENT_NAME` below `trainer.default_local_dir`; a resumed run adds a file there,
+    which takes the place of what earlier ones have of the steps that are done again.
 
     Args:
         config: Recorded as a text.
+        steps_done: Of a run that is taken up again; None begins one.
 
     Raises:
         LoggerError: the folder cannot be written.
@@ -30,10 +32,10 @@ class TensorboardLogger:
 
     name = "tensorboard"
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, steps_done: int | None = None) -> None:
         folder = Path(config.trainer.local_dir) / TENSORBOARD_FOLDER / config.trainer.experiment_name
         try:
-            self._writer = SummaryWriter(str(folder))
+            self._writer = SummaryWriter(str(folder), purge_step=None if steps_done is None else steps_done + 1)
             self._writer.add_text("config", f"```yaml\n{to_yaml(config)}```")
         except OSError as error:
             raise LoggerError(

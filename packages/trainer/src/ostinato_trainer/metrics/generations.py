@@ -1,6 +1,7 @@
 """What the policy wrote, for people to read: one JSON line a trajectory, and a few samples of a validation for loggers that can show texts.
 
 Invariant: reading along costs the run nothing but the time to write; a folder that cannot be written is said once, and the run goes on.
+Values that JSON does not know are written as `ostinato_rollout.tracing.values` defines it.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from ostinato_agent_loop import Trajectory
+from ostinato_rollout.tracing.values import storable
 from ostinato_trainer.config import TrainerConfig
 from ostinato_trainer.home_paths import home_path
 
@@ -27,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 GENERATION_COLUMNS: Final = ("input", "output", "gts", "score", "failure")
 """What a table of samples shows."""
+
+_OWN_NAMES: Final = {"step", *GENERATION_COLUMNS}
+"""What the reward function says under these names is left out."""
 
 Decode = Callable[[Sequence[int]], str]
 """From token ids to text, control tokens included."""
@@ -42,11 +47,12 @@ def generation_row(trajectory: Trajectory, decode: Decode) -> dict[str, Any]:
         decode: The tokenizer's.
     """
     row = trajectory.row
+    reward_model = row.get("reward_model")
     record: dict[str, Any] = {
         "group_id": trajectory.group_id,
         "trajectory_id": trajectory.trajectory_id,
         "data_source": row.get("data_source"),
-        "gts": (row.get("reward_model") or {}).get("ground_truth"),
+        "gts": reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None,
     }
     if trajectory.segments:
         last = trajectory.segments[-1]
@@ -61,7 +67,7 @@ def generation_row(trajectory: Trajectory, decode: Decode) -> dict[str, Any]:
         failure = trajectory.failure
         return record | {"failure": f"{failure.kind.value} in {failure.where}: {failure.message}"}
     if trajectory.reward is not None:
-        extra = {key: value for key, value in trajectory.reward.extra.items() if key not in record}
+        extra = {key: value for key, value in trajectory.reward.extra.items() if key not in record.keys() | _OWN_NAMES}
         record |= {"score": trajectory.reward.score, **extra}
     return record
 
@@ -71,7 +77,14 @@ def generation_rows(trajectories: Sequence[Trajectory], decode: Decode, count: i
     first: dict[str, Trajectory] = {}
     for trajectory in trajectories:
         first.setdefault(trajectory.group_id, trajectory)
-    return [generation_row(trajectory, decode) for trajectory in list(first.values())[:count]]
+    return [storable(generation_row(trajectory, decode)) for trajectory in list(first.values())[:count]]
+
+
+def _json(row: Mapping[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(row)
+    except (TypeError, ValueError, OverflowError, RecursionError):  # what JSON does not know, lone surrogates among it
+        return msgspec.json.encode(storable(row))
 
 
 class GenerationFiles:
@@ -96,7 +109,7 @@ class GenerationFiles:
             with hidden.open("wb") as file:
                 for trajectory in trajectories:
                     row = {"step": step, **generation_row(trajectory, self._decode)}
-                    file.write(msgspec.json.encode(row, enc_hook=str) + b"\n")
+                    file.write(_json(row) + b"\n")
             hidden.replace(target)
         except OSError as error:
             with contextlib.suppress(OSError):
