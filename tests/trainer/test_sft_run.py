@@ -367,3 +367,42 @@ def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_reporting_errors(lambda: app(["config", "--sft", "data.max_length"], standalone_mode=False)) == 0
     assert "Longest conversation in tokens" in capsys.readouterr().out
     assert run_reporting_errors(lambda: app(["config", "--sft", "critic"], standalone_mode=False)) == 1
+
+
+def test_patterns_are_read_and_progress_is_told(model: Path, tmp_path: Path) -> None:
+    """A pattern stands for the files that it matches, and who asks is told of every conversation how many there are of how many."""
+    for answer in ("yes", "no"):
+        jsonl(tmp_path / f"{answer}.jsonl", [conversation(answer)])
+    told: list[tuple[int, int]] = []
+    found = read(
+        str(tmp_path / "*.jsonl"),
+        ChatTokenizer.from_pretrained(model),
+        on_progress=lambda count, wanted: told.append((count, wanted)),
+    )
+    assert len(found.encoded) == 2
+    assert told == [(1, 2), (2, 2)]
+
+
+def test_what_a_template_leaves_out_is_said_once(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Tools, calls and reasoning that the chat template does not show are named, each once; what it shows is not."""
+    tokenizer = ChatTokenizer.from_pretrained(model)
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    row = conversation("yes")
+    row["messages"][1] |= {"tool_calls": [call], "reasoning_content": "why"}
+    schema = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+    row["tools"] = [{"type": "function", "function": schema}]
+    data = jsonl(tmp_path / "data.jsonl", [row, row])
+    read(data, tokenizer)
+    assert [record.getMessage().partition("leaves out ")[2].partition(",")[0] for record in caplog.records] == [
+        "reasoning_content"
+    ]
+    caplog.clear()
+    blind = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    blind += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    read(data, ChatTokenizer.from_pretrained(model, chat_template=blind))
+    assert {record.getMessage().partition("leaves out ")[2].partition(",")[0] for record in caplog.records} == {
+        "tools",
+        "tool_calls",
+        "reasoning_content",
+    }
+    assert len(caplog.records) == 3

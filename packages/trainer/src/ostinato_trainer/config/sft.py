@@ -27,7 +27,8 @@ class SftDataConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Conversations and batches (`data`)."""
 
     train_files: str | tuple[str, ...] = ()
-    """Conversations to learn: one path or a list, each parquet, json or jsonl, local or `hf://datasets/OWNER/NAME/FILE`."""
+    """Conversations to learn: one path or a list, each parquet, json or jsonl, local or `hf://datasets/OWNER/NAME/FILE`; patterns such as
+    `DIR/*.parquet` are read too."""
     val_files: str | tuple[str, ...] = ()
     """Conversations to measure the loss on, in the same forms; empty means no validation."""
     messages_key: str = "messages"

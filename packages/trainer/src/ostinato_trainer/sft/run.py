@@ -181,7 +181,13 @@ class _Run:
             return []
         data, bar = self._config.data, self._bars.add_task(what, total=None, note="")
         found = read_conversations(
-            paths, tokenizer, data, seed=self._config.trainer.seed, number=number, started_at=self._started_at
+            paths,
+            tokenizer,
+            data,
+            seed=self._config.trainer.seed,
+            number=number,
+            started_at=self._started_at,
+            on_progress=lambda count, wanted: self._bars.update(bar, completed=count, total=wanted),
         )
         count, note = len(found.encoded), f"{found.num_overlong} longer than {data.max_length} tokens were left out"
         self._bars.update(bar, total=count, completed=count, note=note)
