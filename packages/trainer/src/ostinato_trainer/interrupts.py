@@ -7,6 +7,7 @@ interrupted on the spot while it computes, and cancelled while it waits; either 
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import threading
 from collections.abc import Coroutine
@@ -14,6 +15,8 @@ from types import FrameType
 from typing import Any, Final
 
 __all__ = ["TERMINATED", "run_interruptibly"]
+
+logger = logging.getLogger(__name__)
 
 TERMINATED: Final = 128 + signal.SIGTERM
 """Exit status after SIGTERM, as shells have it."""
@@ -54,11 +57,23 @@ async def _interrupted(main: Coroutine[Any, Any, None]) -> int | None:
         before[signal.SIGTERM] = signal.signal(signal.SIGTERM, interrupt)
     try:
         await main
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        if not received:
+    except BaseException as error:
+        if not received or not _tells_of_interrupt(error):
             raise
+        if isinstance(error, Exception):
+            logger.warning("What the interrupt came in the middle of has raised %s: %s", type(error).__name__, error)
         return received[0]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     return None
+
+
+def _tells_of_interrupt(error: BaseException) -> bool:
+    """Whether it is the interrupt, or what a lock, or a library that was interrupted in the middle of something, has raised in its place."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, KeyboardInterrupt | asyncio.CancelledError):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False

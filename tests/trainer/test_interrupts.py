@@ -1,0 +1,52 @@
+"""A signal ends a program as a signal, whatever it has come in the middle of."""
+
+import signal
+import threading
+
+import pytest
+
+from ostinato_trainer.interrupts import TERMINATED, run_interruptibly
+
+
+@pytest.fixture(autouse=True)
+def _usual_handlers() -> object:
+    """Handlers as a program has them that was started in the foreground."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+async def interrupted_in_a_lock(number: int) -> None:
+    """What `threading` makes of a signal that comes while a condition lets go of its lock."""
+    condition = threading.Condition()
+    with condition:
+        try:
+            signal.raise_signal(number)
+        finally:
+            condition.release()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_a_lock_makes_of_a_signal_is_the_signal(number: int, caplog: pytest.LogCaptureFixture) -> None:
+    """An error that was raised in the interrupt's place does not become a fault of the program's; it is logged."""
+    expected = KeyboardInterrupt if number == signal.SIGINT else SystemExit
+    with pytest.raises(expected) as caught:
+        run_interruptibly(interrupted_in_a_lock(number))
+    if isinstance(caught.value, SystemExit):
+        assert caught.value.code == TERMINATED
+    assert "has raised RuntimeError" in caplog.text
+
+
+def test_an_error_without_a_signal_stays_what_it_is() -> None:
+    """Nobody has interrupted: the error is raised, and so is a KeyboardInterrupt of the program's own."""
+
+    async def fail(error: BaseException) -> None:
+        raise error
+
+    for error in (RuntimeError("mine"), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            run_interruptibly(fail(error))
