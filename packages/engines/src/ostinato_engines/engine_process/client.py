@@ -201,7 +201,8 @@ class EngineProcess(ForwardingServer):
 
     def _install_hint(self) -> EngineError:
         return EngineError(
-            f"the environment of {self._python} must hold this package: {self._python} -m pip install ostinato-engines"
+            f"the environment of {self._python} must hold this package, got none; run, with this project's own folder,"
+            f" {self._python} -m pip install ./packages/engines"
         )
 
     async def _check_hello(self, reader: asyncio.StreamReader) -> None:
