@@ -52,7 +52,7 @@ def test_each_is_told_what_it_defines() -> None:
 
 def test_one_that_raises_is_named() -> None:
     """What a callback raises comes out as an error that names it and its event."""
-    with pytest.raises(CallbackError, match=r"Raising\.on_step_begin must not raise, got ValueError: no room"):
+    with pytest.raises(CallbackError, match=r"Raising\.on_step_begin has ended the run with ValueError: no room"):
         Callbacks([Raising()]).tell("on_step_begin", 1)
 
 

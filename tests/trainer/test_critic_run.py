@@ -75,9 +75,12 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return bool(one) and set(one) == set(other) and all(torch.equal(one[name], value) for name, value in other.items())
 
 
-def test_in_the_warm_up_only_the_critic_learns(home: Path, tmp_path: Path) -> None:
-    """During `critic_warmup` steps the policy's weights stay bit for bit, while the critic's values leave 0; then both learn."""
+def test_in_the_warm_up_only_the_critic_learns(home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """During `critic_warmup` steps the policy's weights stay bit for bit, while the critic's values leave 0; then both learn. A warm-up that lasts
+    for the whole run is said."""
     records = run(home, tmp_path / "warm", 2, *GAE, "trainer.critic_warmup=2")
+    assert "critic_warmup is 2 and the run has 2 steps: the policy is never trained" in caplog.text
+    caplog.clear()
     assert not any(name.startswith("actor/") for record in records for name in record)
     assert records[0]["critic/values/max"] == 0.0 != records[1]["critic/values/mean"]
     assert all(record["critic/grad_norm"] > 0 and record["critic/lr"] == 1e-3 for record in records)
@@ -85,6 +88,7 @@ def test_in_the_warm_up_only_the_critic_learns(home: Path, tmp_path: Path) -> No
     assert equal(load_file(tmp_path / "warm" / "global_step_2" / "huggingface" / "model.safetensors"), stored)
     last = run(home, tmp_path / "on", 2, *GAE, "trainer.critic_warmup=1")[-1]
     assert last["actor/grad_norm"] > 0 < last["critic/grad_norm"]
+    assert "never trained" not in caplog.text
     assert not equal(load_file(tmp_path / "on" / "global_step_2" / "huggingface" / "model.safetensors"), stored)
 
 

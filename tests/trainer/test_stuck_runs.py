@@ -175,7 +175,7 @@ def test_a_backend_that_blocks_ends_the_run(
             "on_step_end",
             "raise ValueError('no room')",
             CallbackError,
-            r"Mine\.on_step_end must not raise, got ValueError: no room",
+            r"Mine\.on_step_end has ended the run with ValueError: no room",
         ),
     ],
     ids=["blocks", "blocks at the end", "raises"],

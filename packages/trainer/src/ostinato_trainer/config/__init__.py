@@ -95,7 +95,8 @@ class TrainerConfig(ResumeConfig, frozen=True, forbid_unknown_fields=True, kw_on
     max_reruns: Annotated[int, Meta(ge=0)] = 0
     """How often a trajectory that failed is done again, each time with another seed."""
     max_failed_batches: Annotated[int, Meta(ge=0)] = 1
-    """Groups that one step may drop for failures before the run ends with an error, in batches of data.train_batch_size."""
+    """Groups that one step may drop for failures before the run ends with an error, in batches of data.train_batch_size; for each step that is
+    sampled at that time, where max_staleness lets several be."""
     save_freq: Annotated[int, Meta(ge=-1)] = -1
     """Steps between checkpoints; -1 saves only after the last step, 0 never."""
     test_freq: Annotated[int, Meta(ge=-1)] = -1

@@ -89,7 +89,8 @@ class Callbacks:
                     method(*arguments)
             except Exception as error:
                 raise CallbackError(
-                    f"callback {name} must not raise, got {type(error).__name__}: {error}; mend it, or leave it out of trainer.callbacks"
+                    f"callback {name} has ended the run with {type(error).__name__}: {error}; where it was not to, mend it, or leave it out of"
+                    " trainer.callbacks"
                 ) from error
 
     def tell_of_the_end(self, step: int, error: BaseException | None) -> None:

@@ -7,6 +7,7 @@ goes on meanwhile. The loop knows no engine, no device and no layout.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
@@ -25,6 +26,8 @@ from ostinato_trainer.metrics.memory import memory_metrics
 from ostinato_trainer.metrics.staleness import staleness_metrics
 from ostinato_trainer.metrics.step import step_metrics, timing_metrics
 from ostinato_trainer.metrics.validation import validation_metrics
+
+logger = logging.getLogger(__name__)
 
 
 class PPOTrainer:
@@ -46,6 +49,12 @@ class PPOTrainer:
         self.total_steps = total_steps
         self.step = steps_done
         advantage_estimator(config.algorithm.adv_estimator)
+        if parts.critic is not None and config.trainer.critic_warmup >= total_steps:
+            logger.warning(
+                "trainer.critic_warmup is %d and the run has %d steps: the policy is never trained; write less, or more steps",
+                config.trainer.critic_warmup,
+                total_steps,
+            )
         self._policy_update, self._critic_update = PolicyUpdate(config), CriticUpdate(config)
         self._gap_watch = LogProbGapWatch(config)
         self._thread = WorkThread()
