@@ -18,6 +18,7 @@ from ostinato_rollout import RolloutScheduler
 from ostinato_trainer.config.sampling import WatchdogConfig
 from ostinato_trainer.errors import StalledError
 from ostinato_trainer.heartbeat import beat
+from ostinato_trainer.interrupts import run_interruptibly
 from ostinato_trainer.loop.watchdog import Standstill, Watchdog
 from ostinato_trainer.loop.work_thread import WorkThread
 
@@ -67,6 +68,17 @@ async def test_a_blocked_event_loop_is_noticed_and_interrupted() -> None:
 
     with pytest.raises(StalledError, match=r"in callback Mine\.on_step_end; the event loop has stood still for"):
         await block()
+
+
+def test_its_own_interrupt_is_not_taken_for_somebody_s() -> None:
+    """A blocked event loop is interrupted by the signal of Ctrl-C; the run ends with the watchdog's error all the same."""
+
+    async def block() -> None:
+        async with Watchdog(WatchdogConfig(warn_after_s=None, fail_after_s=0.8)).watching():
+            time.sleep(LONG_S)  # noqa: ASYNC251 (it is what must not be done)
+
+    with pytest.raises(StalledError, match="the event loop has stood still for"):
+        run_interruptibly(block())
 
 
 async def test_a_call_in_the_training_thread_that_blocks_ends_the_run(log: pytest.LogCaptureFixture) -> None:

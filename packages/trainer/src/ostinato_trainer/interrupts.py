@@ -14,6 +14,8 @@ from collections.abc import Coroutine
 from types import FrameType
 from typing import Any, Final
 
+from ostinato_trainer.errors import StalledError
+
 __all__ = ["TERMINATED", "run_interruptibly"]
 
 logger = logging.getLogger(__name__)
@@ -70,9 +72,12 @@ async def _interrupted(main: Coroutine[Any, Any, None]) -> int | None:
 
 
 def _tells_of_interrupt(error: BaseException) -> bool:
-    """Whether it is the interrupt, or what a lock, or a library that was interrupted in the middle of something, has raised in its place."""
+    """Whether it is the interrupt, or what a lock, or a library that was interrupted in the middle of something, has raised in its place.
+
+    The watchdog interrupts by the same signal; its error says so itself.
+    """
     seen: BaseException | None = error
-    while seen is not None:
+    while seen is not None and not isinstance(seen, StalledError):
         if isinstance(seen, KeyboardInterrupt | asyncio.CancelledError):
             return True
         seen = seen.__cause__ or seen.__context__
