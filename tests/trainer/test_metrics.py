@@ -96,6 +96,13 @@ def test_timing():
     assert timing_metrics({"gen": 1.0}, {}) == {"timing_s/gen": 1.0}
 
 
+def test_throughput_is_training_s_alone():
+    """A validation and a checkpoint within a step do not make training look slower."""
+    counts = {"perf/total_num_tokens": 400.0}
+    metrics = timing_metrics({"testing": 5.0, "save_checkpoint": 1.0, "step": 8.0}, counts)
+    assert (metrics["timing_s/step"], metrics["perf/time_per_step"], metrics["perf/throughput"]) == (8.0, 2.0, 200.0)
+
+
 def test_tools_are_counted_by_call_and_by_failure():
     """Calls a trajectory, and the share that did not end well; of nothing called there is no share."""
     assert tool_metrics([{"ok": 3, "timeout": 1}, {}]) == {"tools/call_frequency": 2.0, "tools/failure_frequency": 0.25}

@@ -23,6 +23,7 @@ _LENGTH_ENDS = (TrajectoryEnd.RESPONSE_LENGTH, TrajectoryEnd.TURN_LENGTH, Trajec
 _OK = "ok"
 _ALL_TOKENS = "perf/total_num_tokens"
 _RESPONSE_TOKENS = "training/num_response_tokens"
+_BESIDE_TRAINING = ("testing", "save_checkpoint")
 _TOKENS_OF_PHASE = {
     "gen": _RESPONSE_TOKENS,
     **dict.fromkeys(("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"), _ALL_TOKENS),
@@ -111,8 +112,8 @@ def step_metrics(
 def timing_metrics(
     seconds: Mapping[str, float], metrics: Mapping[str, float], *, num_devices: int = 1
 ) -> dict[str, float]:
-    """`timing_s/<phase>`, `timing_per_token_ms/<phase>`, and from the phase `step` `perf/time_per_step` and
-    `perf/throughput` (tokens per second and device).
+    """`timing_s/<phase>`, `timing_per_token_ms/<phase>`, and from the phase `step`, less the validation and the checkpoint in it,
+    `perf/time_per_step` and `perf/throughput` (tokens per second and device).
 
     Args:
         seconds: By phase.
@@ -124,9 +125,10 @@ def timing_metrics(
     for phase, count in _TOKENS_OF_PHASE.items():
         if phase in seconds and metrics.get(count):
             named[f"timing_per_token_ms/{phase}"] = 1000.0 * seconds[phase] / metrics[count]
-    if seconds.get("step", 0.0) > 0 and _ALL_TOKENS in metrics:
-        named["perf/time_per_step"] = seconds["step"]
-        named["perf/throughput"] = metrics[_ALL_TOKENS] / seconds["step"] / num_devices
+    training_s = seconds.get("step", 0.0) - sum(seconds.get(phase, 0.0) for phase in _BESIDE_TRAINING)
+    if training_s > 0 and _ALL_TOKENS in metrics:
+        named["perf/time_per_step"] = training_s
+        named["perf/throughput"] = metrics[_ALL_TOKENS] / training_s / num_devices
     return named
 
 
