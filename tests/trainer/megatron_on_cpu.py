@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,3 +66,33 @@ def install() -> None:
     torch.Tensor.type = spelled  # pyright: ignore[reportAttributeAccessIssue]
     barrier = dist.barrier
     dist.barrier = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
+
+
+@dataclass(frozen=True)
+class OnCPU:
+    """A factory of ranks that makes Megatron run on a CPU first."""
+
+    factory: Any
+
+    def __call__(self, address: Any, device: Any) -> Any:
+        install()
+        return self.factory(address, device)
+
+
+@dataclass(frozen=True)
+class WeightedLogProbs:
+    """A loss that travels: a gradient for every trained token, another for its entropy."""
+
+    of_entropy: float = 0.0
+
+    def __call__(self, output: Any, batch: Any) -> Any:
+        weights = torch.cos(batch.token_ids.to(output.log_probs.dtype)) * batch.loss_mask
+        loss = (output.log_probs * weights).sum()
+        metrics = {
+            "sum": loss.detach(),
+            "tokens": float(batch.loss_mask.sum()),
+            "lowest_min": output.log_probs.detach().min(),
+        }
+        if output.entropy is not None:
+            loss = loss - self.of_entropy * output.entropy.sum()
+        return loss, metrics

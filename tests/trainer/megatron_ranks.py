@@ -35,7 +35,8 @@ from ostinato_trainer.algorithms.policy_losses import PolicyLossOptions, policy_
 from ostinato_trainer.backends.base import EntropyMode  # noqa: E402
 from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions  # noqa: E402
 from ostinato_trainer.backends.megatron import core  # noqa: E402
-from ostinato_trainer.backends.megatron.rank import MegatronOptions, MegatronRank  # noqa: E402
+from ostinato_trainer.backends.megatron.options import MegatronOptions  # noqa: E402
+from ostinato_trainer.backends.megatron.rank import MegatronRank  # noqa: E402
 from ostinato_trainer.backends.megatron.shape import MegatronLayout  # noqa: E402
 from ostinato_trainer.batch import Batch  # noqa: E402
 from ostinato_trainer.errors import TrainerError  # noqa: E402

@@ -10,58 +10,24 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ostinato_engines import TensorSpec, WeightManifest
-from ostinato_trainer.backends.adamw import AdamWOptions
 from ostinato_trainer.backends.base import EntropyMode, LossFn, MicroBatchOutput, OptimizerStats
 from ostinato_trainer.backends.causal_lm import copy_tokenizer
 from ostinato_trainer.backends.megatron import core, files
 from ostinato_trainer.backends.megatron.optimizer import STATE_KEYS, ShardedOptimizer
-from ostinato_trainer.backends.megatron.shape import DecoderShape, MegatronLayout
+from ostinato_trainer.backends.megatron.options import MegatronOptions
+from ostinato_trainer.backends.megatron.shape import DecoderShape
 from ostinato_trainer.backends.megatron.tensors import ModelTensors
 from ostinato_trainer.backends.model_passes import check_ids, check_temperature, merge_metrics, out_of_memory_named
-from ostinato_trainer.backends.ranks.base import RankAddress, RankPlace
+from ostinato_trainer.backends.ranks.base import RankPlace
 from ostinato_trainer.backends.state import BackendState
 from ostinato_trainer.backends.token_log_probs import VocabularyShard, chosen_log_probs_of_shard
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError, BatchError
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class MegatronOptions(AdamWOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a rank needs to know besides the model; names follow `actor_rollout_ref.actor`."""
-
-    layout: MegatronLayout = MegatronLayout()
-    """Ranks of one model."""
-    dtype: str = "float32"
-    """Of the parameters and of what is computed: float32 or bfloat16. Gradients, moments and the weights that steps are taken of stay float32."""
-    keep_reference: bool = False
-    """Keep the model as it is at construction, the reference of a KL term, as a second copy."""
-    enable_gradient_checkpointing: bool = False
-    """Keep only each layer's input for the backward pass and compute the rest again."""
-
-    def check(self) -> None:
-        """Raises BackendError where a value is out of range."""
-        if self.dtype not in _DTYPES:
-            raise BackendError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}; float32 is safe")
-        super().check()
-
-
-class MegatronRankFactory(msgspec.Struct, frozen=True, kw_only=True):
-    """A `RankFactory` that loads a model folder."""
-
-    path: str
-    """Folder or hub id of the model."""
-    options: MegatronOptions
-
-    def __call__(self, address: RankAddress, device: torch.device) -> MegatronRank:
-        """Builds the rank; the default process group stands."""
-        return MegatronRank(self.path, self.options, device=device, timeout_s=address.timeout_s)
 
 
 class MegatronRank:
@@ -218,7 +184,7 @@ class MegatronRank:
         parameters = self.optimizer.parameters
         for block in self._tensors.blocks:
             yield self._tensors.on_first_rank(
-                block, lambda part: parameters[part.parameter], _DTYPES[self.options.dtype]
+                block, lambda part: parameters[part.parameter], self.options.parameter_dtype
             )
 
     def save(self, directory: Path) -> None:
@@ -273,10 +239,10 @@ class MegatronRank:
                 pass
             return
         directory.mkdir(parents=True, exist_ok=True)
-        size = _DTYPES[self.options.dtype].itemsize
+        size = self.options.parameter_dtype.itemsize
         total_bytes = sum(size * _numel(spec.shape) for spec in manifest.tensors)
         files.write_hf_weights(directory, self.weights(), total_bytes)
-        self._config.dtype = _DTYPES[self.options.dtype]
+        self._config.dtype = self.options.parameter_dtype
         self._config.save_pretrained(directory)
         copy_tokenizer(self._path, directory)
 
@@ -286,7 +252,7 @@ class MegatronRank:
             self._shape,
             self.options.layout,
             self._groups,
-            dtype=_DTYPES[self.options.dtype],
+            dtype=self.options.parameter_dtype,
             device=self._device,
             frequencies=_rotary_frequencies(self._config),
             recompute=self.options.enable_gradient_checkpointing,
