@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from ostinato_rollout import NoReplicaError
 from ostinato_rollout.errors import ActorLostError, ClusterError
+from ostinato_trainer.assembly import run_training
 from ostinato_trainer.backends.ranks.workers import RankDiedError
 from ostinato_trainer.config import Config
 from ostinato_trainer.config.loading import load_config
@@ -89,3 +91,50 @@ def test_a_run_that_begins_anew_goes_on_from_its_own_checkpoint(
         assert config.trainer.resume_mode == mode
 
     run_with_restarts(config_of(tmp_path, "trainer.resume_mode=disable"), attempt)
+
+
+LOSING = """from pathlib import Path
+
+from ostinato_trainer.backends.ranks.workers import RankDiedError
+
+MARK = Path(__file__).with_name("lost_once")
+
+
+class Losing:
+    def on_step_end(self, step, metrics):
+        if step == 2 and not MARK.exists():
+            MARK.touch()
+            raise RankDiedError("rank 1 of 2 must live to answer log_probs, but its process was killed by signal 9")
+"""
+
+
+def run_of(home: Path, folder: Path, *overrides: str) -> list[dict]:
+    """The metrics of a short run of the quickstart's task in one process."""
+    settings = [
+        "trainer.total_training_steps=3",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=1",
+        "trainer.logger=[jsonl]",
+        f"trainer.default_local_dir={folder}",
+        "data.train_batch_size=2",
+        "data.max_response_length=12",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.rollout.n=2",
+        *overrides,
+    ]
+    run_training(load_config([home / "config.yaml"], settings))
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_lost_run_takes_itself_up_from_its_newest_checkpoint(quickstart_home: Path, tmp_path: Path) -> None:
+    """A loss in step 2 costs nothing that was saved: the curve is that of a run that lost nothing, and its metrics say how often it began again."""
+    whole = run_of(quickstart_home, tmp_path / "whole")
+    (tmp_path / "losing.py").write_text(LOSING)
+    lossy = run_of(quickstart_home, tmp_path / "lossy", f"trainer.callbacks=[{tmp_path}/losing.py:Losing]")
+    assert [step["step"] for step in lossy] == [1, 2, 3]
+    assert [step["critic/score/mean"] for step in lossy] == [step["critic/score/mean"] for step in whole]
+    assert [step["actor/grad_norm"] for step in lossy] == [step["actor/grad_norm"] for step in whole]
+    assert [step.get("training/num_restarts") for step in lossy] == [None, None, 1.0]
+    assert "rank 1 of 2" in lossy[2]["restart_1"]
