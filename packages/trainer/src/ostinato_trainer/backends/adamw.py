@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from ostinato_trainer.backends.base import OptimizerStats
 from ostinato_trainer.backends.schedules import check_schedule, lr_factor
-from ostinato_trainer.backends.state import check_matches
+from ostinato_trainer.backends.state import check_shapes
 from ostinato_trainer.errors import BackendError
 
 _logger = logging.getLogger(__name__)
@@ -87,7 +88,9 @@ class AdamW:
         gradients = {name: value.grad for name, value in self.parameters.items() if value.grad is not None}
         if not gradients:
             return self._skip(0.0, lr, "no token was trained on")
-        norm = torch.nn.utils.get_total_norm(gradients.values())
+        norm: Any = torch.nn.utils.get_total_norm(gradients.values())
+        if hasattr(norm, "full_tensor"):  # a DTensor: over the shards of all ranks
+            norm = norm.full_tensor()
         grad_norm = float(norm)
         if not math.isfinite(grad_norm):
             bad = next((name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())), None)
@@ -115,13 +118,23 @@ class AdamW:
 
     def check_moments(self, moments: Mapping[str, Tensor], *, source: str | Path) -> None:
         """Raises CheckpointError where `moments`, read from `source`, are not those of these parameters."""
+        self.check_moment_shapes({name: tuple(moment.shape) for name, moment in moments.items()}, source=source)
+
+    def check_moment_shapes(self, found: Mapping[str, tuple[int, ...]], *, source: str | Path) -> None:
+        """As `check_moments`, by the shapes alone."""
         expected: dict[str, tuple[int, ...]] = {}
-        for name in self._stepped(moments):
+        for name in self._stepped(found):
             shape = tuple(self.parameters[name].shape)
             expected |= {f"{name}.step": (), f"{name}.exp_avg": shape, f"{name}.exp_avg_sq": shape}
-        check_matches(source, moments, expected)
+        check_shapes(source, found, expected)
 
-    def _stepped(self, moments: Mapping[str, Tensor]) -> list[str]:
+    def move_moments(self, device: torch.device) -> None:
+        """Brings the moments to a device; the next step must find them on that of the parameters."""
+        for state in self._optimizer.state.values():
+            for key in _MOMENT_KEYS[1:]:
+                state[key] = state[key].to(device)
+
+    def _stepped(self, moments: Collection[str]) -> list[str]:
         """Parameters that have moments: one that no loss has depended on yet has none."""
         return [name for name in self.parameters if any(f"{name}.{key}" in moments for key in _MOMENT_KEYS)]
 

@@ -21,15 +21,21 @@ from ostinato_trainer.errors import BackendError, BatchError
 
 
 def accumulate_gradients(
-    micro_batches: Sequence[Batch], loss_of: Callable[[Batch], LossOutput], optimizer: AdamW, *, keys: str
+    micro_batches: Sequence[Batch],
+    loss_of: Callable[[Batch], LossOutput],
+    optimizer: AdamW,
+    *,
+    keys: str,
+    passes_for_all: bool = False,
 ) -> dict[str, float]:
     """The gradients of the micro-batches' summed losses, in the parameters; returns the merged metrics.
 
     Args:
-        micro_batches: One without a trained token costs nothing.
+        micro_batches: One without a trained token costs nothing, or a pass, see `passes_for_all`.
         loss_of: Runs the model on a micro-batch and makes its loss and metrics.
         optimizer: Whose gradients are cleared where something fails.
         keys: What to lower where memory runs out.
+        passes_for_all: `loss_of` is asked for micro-batches without a trained token too, since other ranks wait for this one's pass.
 
     Raises:
         BackendError: memory ran out, or the loss has no gradient.
@@ -38,7 +44,7 @@ def accumulate_gradients(
     try:
         with out_of_memory_named("an update", keys):
             for micro_batch in micro_batches:
-                if micro_batch.num_loss_tokens == 0:
+                if micro_batch.num_loss_tokens == 0 and not passes_for_all:
                     continue
                 loss, metrics = loss_of(micro_batch)
                 if not loss.requires_grad:

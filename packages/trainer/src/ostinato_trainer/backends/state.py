@@ -24,7 +24,8 @@ from ostinato_trainer.errors import CheckpointError
 _WEIGHTS = "weights.safetensors"
 _MOMENTS = "optimizer.safetensors"
 _COUNTERS = "backend.json"
-_FORMAT = "ostinato-backend-1"
+FORMAT = "ostinato-backend-1"
+"""Of what one device writes."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -36,7 +37,7 @@ class BackendState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     policy_version: int
     frozen: str | None = None
     """`fingerprint` of the weights that the run needs and never changes, under adapters or of a reference; None where there are none."""
-    format: str = _FORMAT
+    format: str = FORMAT
 
 
 @dataclass(frozen=True)
@@ -91,21 +92,28 @@ def read_state(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], B
         raise CheckpointError(
             f"checkpoint must hold a valid {_COUNTERS}, got {directory}: {error}; resume from another step"
         ) from error
-    if state.format != _FORMAT:
+    if state.format != FORMAT:
         raise CheckpointError(
-            f"checkpoint must be of format {_FORMAT}, got {state.format} in {directory}; use the version that wrote it"
+            f"checkpoint must be of format {FORMAT}, got {state.format} in {directory}; use the version that wrote it"
         )
     return tensors[0], tensors[1], state
 
 
 def check_matches(directory: str | Path, found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Checks that tensors have the expected names and shapes.
+    """Checks that tensors have the expected names and shapes; errors as `check_shapes`."""
+    check_shapes(directory, {name: tuple(tensor.shape) for name, tensor in found.items()}, expected)
+
+
+def check_shapes(
+    directory: str | Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Checks names and shapes of what a directory holds.
 
     Raises:
         CheckpointError: one is missing, unexpected or of another shape; the message names the first.
     """
     for name in [*expected, *(set(found) - set(expected))]:
-        shape = tuple(found[name].shape) if name in found else None
+        shape = found.get(name)
         if name not in expected or shape != expected[name]:
             raise CheckpointError(
                 f"checkpoint must fit the model: {name} must be {_shape_of(expected.get(name))}, "
