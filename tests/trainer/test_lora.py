@@ -1,5 +1,6 @@
 """Adapters: the base never changes, what leaves is merged, and everything else is as with a whole model."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -246,14 +247,39 @@ def test_adapters_of_a_folder_are_gone_on_from(tmp_path: Path) -> None:
         make_backend(deeper, rank=0, adapter_path=str(tmp_path / "lora_adapter"))
 
 
-def test_adapters_that_are_more_than_low_rank_are_refused(tmp_path: Path) -> None:
-    """DoRA and trained biases would be merged wrongly, so they are refused by name."""
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_dora", True),
+        ("use_rslora", True),
+        ("lora_bias", True),
+        ("bias", "all"),
+        ("modules_to_save", ["lm_head"]),
+        ("alpha_pattern", {"q_proj": 3}),
+        ("init_lora_weights", "pissa"),
+        ("layer_replication", [[0, 2], [0, 2]]),
+        ("trainable_token_indices", [1]),
+    ],
+)
+def test_adapters_that_are_more_than_low_rank_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+    """Whatever would be merged wrongly, such as DoRA, trained biases or first values that move the base, is refused by name."""
     make_backend().save_hf(tmp_path)
-    config = peft.LoraConfig.from_pretrained(tmp_path / "lora_adapter")
-    config.use_dora = True
-    config.save_pretrained(tmp_path / "lora_adapter")
-    with pytest.raises(CheckpointError, match="must hold plain LoRA"):
+    file = tmp_path / "lora_adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+    with pytest.raises(CheckpointError, match=name):
         make_backend(rank=0, adapter_path=str(tmp_path / "lora_adapter"))
+
+
+def test_other_first_values_are_plain_still(tmp_path: Path) -> None:
+    """Adapters that began elsewhere, on some layers only and with dropout are read and give the log-probabilities that they had."""
+    backend = make_backend()
+    step(backend, 2)
+    backend.save_hf(tmp_path)
+    file = tmp_path / "lora_adapter" / "adapter_config.json"
+    changes = {"init_lora_weights": "gaussian", "lora_dropout": 0.1, "layers_to_transform": [0, 1]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    again = make_backend(rank=0, adapter_path=str(tmp_path / "lora_adapter"))
+    assert torch.equal(log_probs(again), log_probs(backend))
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,24 @@ _BASE: Final = ".base_layer"
 _WEIGHTS_FILE: Final = "adapter_model.safetensors"
 _FILE_PREFIX: Final = "base_model.model."
 _KEY: Final = "actor_rollout_ref.model"
+_PLAIN_KEYS: Final = frozenset(
+    (
+        *(
+            "task_type",
+            "peft_type",
+            "auto_mapping",
+            "peft_version",
+            "base_model_name_or_path",
+            "revision",
+            "inference_mode",
+        ),
+        *("r", "lora_alpha", "lora_dropout", "fan_in_fan_out", "qalora_group_size"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    )
+)
+"""Of peft's configuration: what any adapters may have. Whatever else is set is more than plain LoRA."""
+_PLAIN_STARTS: Final = ("gaussian", "orthogonal")
+"""First values that leave the model's own weights as they are."""
 
 
 class LoraOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -225,18 +243,34 @@ def _stored_config(options: LoraOptions) -> Any:
             f"{_KEY}.lora_adapter_path must hold adapters as peft writes them, got {folder}: {' '.join(str(error).split())[:200]}; "
             "name a folder with adapter_config.json"
         ) from error
-    plain = isinstance(config, peft.LoraConfig) and config.bias == "none" and not config.modules_to_save
-    if not plain or config.use_dora or config.use_rslora or config.rank_pattern or config.alpha_pattern:
+    special = _beyond_plain_lora(config)
+    if special:
         raise CheckpointError(
-            f"{_KEY}.lora_adapter_path must hold plain LoRA (no DoRA, no rsLoRA, no patterns, no trained biases or modules), got {folder}; "
-            "merge those adapters into the model first"
+            f"{_KEY}.lora_adapter_path must hold plain LoRA, got {folder} with {', '.join(special)}; merge those adapters into the model first"
         )
     if options.rank not in (0, config.r):
         raise CheckpointError(
             f"{_KEY}.lora_rank must be that of the adapters in {folder}, {config.r}, or 0, got {options.rank}; leave it out"
         )
     config.inference_mode = False
+    config.init_lora_weights = True  # of whatever kind they were, the folder's values replace them
     return config
+
+
+def _beyond_plain_lora(config: Any) -> list[str]:
+    """What adapters have that `W + alpha / rank * B A` does not say, such as trained biases, other scales, or a base that is not the model's."""
+    lora = _peft().LoraConfig
+    if not isinstance(config, lora):
+        return [f"peft_type={getattr(config.peft_type, 'value', config.peft_type)}"]
+    plain = lora().to_dict()
+    return [
+        f"{name}={value}"
+        for name, value in config.to_dict().items()
+        if name not in _PLAIN_KEYS
+        and value
+        and value != plain.get(name)
+        and not (name == "init_lora_weights" and value in _PLAIN_STARTS)
+    ]
 
 
 def _linear_modules(model: Any) -> list[str]:
