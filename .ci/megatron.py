@@ -1,7 +1,7 @@
 """Make an environment with megatron-core for the CPU and run there the tests of training with Megatron.
 
-``megatron.py [--scratch DIR] [--version VERSION]``: the environment lies outside the workspace, whose lock has megatron-core for Python 3.12 and later
-only; its wheels for Python 3.11 work as well, whatever they declare. pip must know an index with torch's builds for the CPU
+``megatron.py [--scratch DIR] [--version VERSION]``: the environment lies outside the workspace, whose lock has megatron-core only for Python 3.12 and
+later; its wheels for Python 3.11 work as well, whatever they declare. pip must know an index with torch's builds for the CPU
 (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS). Where the environment cannot be made, that is said and the exit status is 0, unless ``--required``: these
 tests are then not run. A test that fails is an error.
 """
