@@ -30,7 +30,7 @@ class TraceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     experiment_name: str | None = None
     """What every span names as its experiment; null: `trainer.experiment_name`."""
     tracking_uri: str | None = None
-    """MLflow's store, such as `sqlite:////data/traces.db`; null: `MLFLOW_TRACKING_URI`, or else `mlflow.db` in the run's folder."""
+    """MLflow's store, such as `sqlite:////data/traces.db`; null: `MLFLOW_TRACKING_URI`, or else `mlflow.db` in the working folder."""
     path: str | None = None
     """Folder of the JSONL files, one for each process; null: `traces` in the run's folder."""
     max_queued_spans: int = 4096
