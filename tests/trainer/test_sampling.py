@@ -450,6 +450,21 @@ def test_staleness_counts_from_the_version_that_is_trained() -> None:
     assert staleness_metrics([trajectory(), failed], policy_version=5) == {}
 
 
+async def test_the_epoch_is_that_of_the_rows_that_were_drawn() -> None:
+    """The last step of an epoch belongs to it, also where the run is taken up again before it."""
+    world = World(total_steps=8)
+    epochs = []
+    for step in range(1, 9):
+        if step == 6:
+            state = json.loads(json.dumps(world.sampling.state_dict()))
+            world.rows = Rows()
+            world.sampling = world.make_sampling()
+            world.sampling.load_state_dict(state)
+        await world.sampling.next_step(step)
+        epochs.append(world.sampling.epoch)
+    assert epochs == [0] * 6 + [1] * 2
+
+
 async def test_a_row_that_cannot_be_saved_is_named() -> None:
     """What is no plain data in a row that was sampled ahead is an error when the state is asked for; arrays are plain enough."""
     for value, is_plain in ((np.arange(3), True), (object(), False)):

@@ -50,15 +50,16 @@ class PromptRows(Iterator[dict]):
         self._batch: list[dict] = []
         self._num_given = 0
         self._before_batch = loader.state_dict()
+        self._epoch = loader.epoch
 
     @property
     def epoch(self) -> int:
-        """Epoch of the loader's next batch, from 0."""
-        return self._loader.epoch
+        """Epoch of the row that was given last, from 0."""
+        return self._epoch
 
     def __next__(self) -> dict:
         if self._num_given == len(self._batch):
-            self._before_batch = self._loader.state_dict()
+            self._before_batch, self._epoch = self._loader.state_dict(), self._loader.epoch
             self._batch, self._num_given = self._loader.next_batch(), 0
             if not self._batch:
                 raise DatasetError("next_batch must return at least one row, got none; mend the loader")
@@ -83,6 +84,7 @@ class PromptRows(Iterator[dict]):
                 f"a place in the rows must have loader and num_given, got {state!r:.200}; take it from state_dict()"
             )
         self._loader.load_state_dict(loader)
+        self._epoch = self._loader.epoch
         self._batch, self._num_given = [], 0
         if num_given:
             self._before_batch = dict(loader)

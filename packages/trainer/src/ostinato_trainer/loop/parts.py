@@ -26,7 +26,7 @@ class Sampling(Protocol):
 
     @property
     def epoch(self) -> int:
-        """Epoch of the rows that come next, from 0."""
+        """Epoch of the rows that were drawn last, from 0."""
         ...
 
     async def next_step(self, step: int) -> RolloutBatch:
