@@ -11,7 +11,7 @@ import torch
 from ostinato_trainer.backends.adamw import AdamWOptions
 from ostinato_trainer.backends.megatron.shape import MegatronLayout
 from ostinato_trainer.backends.ranks.base import RankAddress
-from ostinato_trainer.errors import BackendError, MissingExtraError
+from ostinato_trainer.errors import BackendError
 
 if TYPE_CHECKING:
     from ostinato_trainer.backends.megatron.rank import MegatronRank
@@ -57,14 +57,9 @@ class MegatronRankFactory(msgspec.Struct, frozen=True, kw_only=True):
         return MegatronRank(self.path, self.options, device=device, timeout_s=address.timeout_s)
 
 
-def check_megatron_installed() -> None:
-    """Raises MissingExtraError where megatron.core cannot be found; it is not imported, which takes many seconds."""
+def is_megatron_installed() -> bool:
+    """Whether megatron.core can be found; it is not imported, which takes many seconds."""
     try:
-        found = importlib.util.find_spec("megatron.core") is not None
+        return importlib.util.find_spec("megatron.core") is not None
     except ModuleNotFoundError:
-        found = False
-    if not found:
-        raise MissingExtraError(
-            "megatron.core must be installed for actor_rollout_ref.actor.strategy=megatron, got none; "
-            "run `pip install 'ostinato-trainer[megatron]'` under Python 3.12, or use the strategy fsdp2"
-        )
+        return False

@@ -1,0 +1,87 @@
+"""From the configuration to the ranks of `actor_rollout_ref.actor.strategy=megatron`: what cannot run, and the factory of what can.
+
+Read in the controller, before anything starts; imports neither Megatron nor torch's distributed parts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+
+from ostinato_trainer.backends.adamw import AdamWOptions
+from ostinato_trainer.backends.megatron.options import MegatronOptions, MegatronRankFactory, is_megatron_installed
+from ostinato_trainer.backends.megatron.shape import DecoderShape, MegatronLayout
+from ostinato_trainer.config import Config
+from ostinato_trainer.errors import BackendError
+
+_ACTOR: Final = "actor_rollout_ref.actor"
+_MODEL: Final = "actor_rollout_ref.model"
+
+
+def layout_of(config: Config) -> MegatronLayout:
+    """How the ranks of a run share the model."""
+    megatron = config.actor_rollout_ref.actor.megatron
+    return MegatronLayout(
+        tensor_model_parallel_size=megatron.tensor_model_parallel_size,
+        pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
+    )
+
+
+def megatron_problems(config: Config) -> list[str]:
+    """Sentences about what keeps a run from training with Megatron; empty where nothing does or another strategy trains."""
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    if actor.strategy != "megatron":
+        return []
+    problems = []
+    if not is_megatron_installed():
+        problems.append(
+            f"{_ACTOR}.strategy must be local or fsdp2 where megatron.core is not installed, got megatron; "
+            "run `pip install 'ostinato-trainer[megatron]'` under Python 3.12"
+        )
+    if model.lora_rank or model.lora_adapter_path is not None:
+        problems.append(
+            f"{_MODEL}.lora_rank must be 0 with {_ACTOR}.strategy=megatron, which trains all weights, got adapters; "
+            f"write {_ACTOR}.strategy=local, or remove them"
+        )
+    if actor.use_torch_compile:
+        problems.append(
+            f"{_ACTOR}.use_torch_compile must be false with {_ACTOR}.strategy=megatron, got true; write {_ACTOR}.use_torch_compile=false"
+        )
+    if not model.use_remove_padding:
+        problems.append(
+            f"{_MODEL}.use_remove_padding must be true with {_ACTOR}.strategy=megatron, which packs sequences, got false; "
+            f"write {_MODEL}.use_remove_padding=true"
+        )
+    if model.path is not None and Path(model.path).expanduser().is_dir():
+        try:
+            layout_of(config).check(
+                DecoderShape.from_folder(model.path), config.trainer.nnodes * config.trainer.n_gpus_per_node
+            )
+        except BackendError as error:
+            problems.append(str(error))
+    return problems
+
+
+def megatron_factory(
+    config: Config, options: AdamWOptions, *, enable_gradient_checkpointing: bool
+) -> MegatronRankFactory:
+    """What builds the ranks of a run.
+
+    Args:
+        config: Without `megatron_problems`.
+        options: The optimizer's, as for any other strategy.
+        enable_gradient_checkpointing: Keep layers' inputs alone for the backward pass.
+    """
+    actor = config.actor_rollout_ref.actor
+    optimizer = {name: getattr(options, name) for name in AdamWOptions.__struct_fields__}
+    return MegatronRankFactory(
+        path=str(config.actor_rollout_ref.model.path),
+        options=MegatronOptions(
+            **optimizer,
+            layout=layout_of(config),
+            dtype=actor.dtype,
+            keep_reference=actor.use_kl_loss or config.algorithm.use_kl_in_reward,
+            enable_gradient_checkpointing=enable_gradient_checkpointing,
+        ),
+    )
