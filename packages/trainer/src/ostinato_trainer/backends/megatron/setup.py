@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-
 from ostinato_trainer.backends.adamw import AdamWOptions
 from ostinato_trainer.backends.megatron.options import MegatronOptions, MegatronRankFactory, is_megatron_installed
 from ostinato_trainer.backends.megatron.shape import DecoderShape, MegatronLayout
@@ -63,25 +62,22 @@ def megatron_problems(config: Config) -> list[str]:
     return problems
 
 
-def megatron_factory(
-    config: Config, options: AdamWOptions, *, enable_gradient_checkpointing: bool
-) -> MegatronRankFactory:
+def megatron_factory(config: Config, options: AdamWOptions) -> MegatronRankFactory:
     """What builds the ranks of a run.
 
     Args:
         config: Without `megatron_problems`.
         options: The optimizer's, as for any other strategy.
-        enable_gradient_checkpointing: Keep layers' inputs alone for the backward pass.
     """
-    actor = config.actor_rollout_ref.actor
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     optimizer = {name: getattr(options, name) for name in AdamWOptions.__struct_fields__}
     return MegatronRankFactory(
-        path=str(config.actor_rollout_ref.model.path),
+        path=str(model.path),
         options=MegatronOptions(
             **optimizer,
             layout=layout_of(config),
             dtype=actor.dtype,
             keep_reference=actor.use_kl_loss or config.algorithm.use_kl_in_reward,
-            enable_gradient_checkpointing=enable_gradient_checkpointing,
+            enable_gradient_checkpointing=model.enable_gradient_checkpointing,
         ),
     )
