@@ -21,10 +21,11 @@ from ostinato_engines.device import HOST
 from ostinato_engines.types import TensorSpec
 from ostinato_trainer.backends.adamw import AdamW
 from ostinato_trainer.backends.base import EntropyMode, LossFn, LossOutput, MicroBatchOutput, OptimizerStats
-from ostinato_trainer.backends.fsdp2_model import ShardedModel, ShardOptions, raise_alike
+from ostinato_trainer.backends.fsdp2_model import ShardedModel, ShardOptions
 from ostinato_trainer.backends.local import LocalBackendOptions
 from ostinato_trainer.backends.model_passes import accumulate_gradients, check_ids, out_of_memory_named
 from ostinato_trainer.backends.packing import Layout
+from ostinato_trainer.backends.ranks.agreement import raise_alike
 from ostinato_trainer.backends.ranks.base import RankAddress, RankPlace
 from ostinato_trainer.backends.ranks.state import RankedState, SlicedState, write_counters, write_slices
 from ostinato_trainer.backends.state import check_frozen, check_shapes

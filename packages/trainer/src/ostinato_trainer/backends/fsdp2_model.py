@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from ostinato_engines.device import HOST
 from ostinato_trainer.backends.causal_lm import CausalLM, load_causal_lm, persistent_tensors
 from ostinato_trainer.backends.packing import layers_of
+from ostinato_trainer.backends.ranks.agreement import raise_alike
 from ostinato_trainer.backends.state import fingerprint
 from ostinato_trainer.errors import BackendError
 
@@ -160,15 +161,6 @@ def gathered(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = N
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
     return part.full_tensor()
-
-
-def raise_alike(error: Exception | None) -> None:
-    """Raises on every rank what the first rank that has an error has; returns where none has. Collective."""
-    errors: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    for found in errors:
-        if found is not None:
-            raise found
 
 
 def _loaded_on_first(path: str | Path, dtype: torch.dtype) -> tuple[nn.Module | None, Any]:
