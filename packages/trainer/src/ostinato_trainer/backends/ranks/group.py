@@ -7,6 +7,7 @@ get equally many micro-batches; and what the ranks say of a step is the same, or
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ class RankGroup:
 
     def __init__(self, workers: RankWorkers, factory: RankFactory, *, max_tokens_per_forward: int = 16384) -> None:
         self._workers, self._max_tokens = workers, max_tokens_per_forward
-        self._lock = threading.Lock()
+        self._lock, self._streams = threading.Lock(), itertools.count()
         try:
             workers.start(factory)
             self._places: list[RankPlace] = self._ask("place")
@@ -127,14 +128,15 @@ class RankGroup:
     def weights(
         self, *, version: int | None = None
     ) -> tuple[WeightManifest, Callable[[], Iterable[tuple[str, Tensor]]]]:
-        """See `TrainingBackend.weights`. The ranks gather a few tensors at a time, when they are asked for. A tensor is good until the next is
-        taken."""
+        """See `TrainingBackend.weights`. The ranks gather a few tensors at a time, when they are asked for; several streams may be
+        read at a time. A tensor is good until the next is taken."""
         manifest: WeightManifest = self._ask("manifest", self.policy_version if version is None else version)[0]
 
         def stream() -> Iterator[tuple[str, Tensor]]:
-            self._ask("open_weights")
+            number = next(self._streams)
+            self._ask("open_weights", number)
             while True:
-                answers = self._ask("next_weights")
+                answers = self._ask("next_weights", number)
                 if answers[0] is None:
                     return
                 yield from answers[0]

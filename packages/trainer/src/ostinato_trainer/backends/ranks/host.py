@@ -36,7 +36,7 @@ class RankHost:
     def __init__(self, address: RankAddress, factory: RankFactory) -> None:
         device = join(address)
         self._backend: RankBackend = factory(address, device)
-        self._weights: Iterator[list[tuple[str, Tensor]]] | None = None
+        self._streams: dict[int, Iterator[list[tuple[str, Tensor]]]] = {}
 
     def place(self) -> RankPlace:
         """The rank's part in the layout."""
@@ -67,27 +67,31 @@ class RankHost:
 
     def optimizer_step(self) -> OptimizerStats:
         """See `RankBackend.optimizer_step`."""
+        self._streams.clear()
         return self._backend.optimizer_step()
 
     def manifest(self, version: int) -> WeightManifest:
         """See `RankBackend.manifest`."""
         return self._backend.manifest(version)
 
-    def open_weights(self) -> None:
-        """Begins a stream of the weights; one that was not read to its end is given up."""
-        self._weights = self._backend.weights()
+    def open_weights(self, stream: int) -> None:
+        """Begins a stream of the weights under a number; several may be read at a time, each by replicas of its own. Those that nobody has read
+        to their end are given up with the next change of the weights."""
+        self._streams[stream] = self._backend.weights()
 
-    def next_weights(self) -> list[tuple[str, Tensor]] | None:
-        """The next tensors of the stream that was opened, empty except on rank 0; None after the last, on all ranks alike.
+    def next_weights(self, stream: int) -> list[tuple[str, Tensor]] | None:
+        """The next tensors of a stream, empty except on rank 0; None after the last, on all ranks alike.
 
         Raises:
-            BackendError: no stream is open.
+            BackendError: no such stream is open.
         """
-        if self._weights is None:
-            raise BackendError("weights must be opened before they are read, got a read alone; call open_weights first")
-        tensors = next(self._weights, None)
+        if stream not in self._streams:
+            raise BackendError(
+                f"weights must be opened before they are read and read before they change, got a read of stream {stream}; open another"
+            )
+        tensors = next(self._streams[stream], None)
         if tensors is None:
-            self._weights = None
+            del self._streams[stream]
         return tensors
 
     def save(self, directory: Path) -> None:
@@ -96,6 +100,7 @@ class RankHost:
 
     def load(self, directory: Path) -> None:
         """See `RankBackend.load`."""
+        self._streams.clear()
         self._backend.load(directory)
 
     def save_hf(self, directory: Path) -> None:
