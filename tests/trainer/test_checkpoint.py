@@ -366,6 +366,16 @@ def test_an_abandoned_checkpoint_never_appears(tmp_path):
     assert len(errors) == 1
 
 
+def test_nothing_is_begun_after_a_run_was_ended(tmp_path):
+    """A thread that comes to its checkpoint late, when the run has ended, makes nothing, not even for a moment."""
+    manager, begun = CheckpointManager(tmp_path / "run"), []
+    manager.abandon()
+    with pytest.raises(CheckpointError, match="the run was ended before the checkpoint was complete"):
+        manager.save(1, begun.append)
+    assert begun == []
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("damage", ["cut", "changed", "missing", "no inventory", "foreign", "older"])
 def test_damage_is_found_by_name(tmp_path, damage):
     """A file that is cut or gone, or a directory that is no checkpoint, is refused with its path."""

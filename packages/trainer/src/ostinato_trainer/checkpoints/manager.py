@@ -16,7 +16,7 @@ import re
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +33,9 @@ LATEST: Final = "latest_checkpointed_iteration.txt"
 """Name of the file that holds the number of the newest step, as elsewhere in the field."""
 BEST: Final = "best_checkpointed_iteration.txt"
 """Name of the file that holds the number of the best step, where there is a metric to tell it by."""
+
+_ABANDON_S: Final = 5.0
+"""How long a checkpoint may take to be renamed while its run ends."""
 
 _STEP: Final = re.compile(r"global_step_(0|[1-9][0-9]*)")
 _HIDDEN: Final = re.compile(r"\.(writing|replaced|removing)-([\w.]+)-[0-9a-f]{8}")
@@ -90,14 +93,13 @@ class CheckpointManager:
         target = self.root / f"global_step_{step}"
         hidden = self._hidden("writing", target.name)
         try:
-            hidden.mkdir(parents=True)
-            self._own_root()
-            self._unfinished = hidden
+            with self._unless_abandoned():
+                hidden.mkdir(parents=True)
+                self._own_root()
+                self._unfinished = hidden
             write(hidden)
             seal(hidden, step, metrics or {})
-            with self._publishing:
-                if self._abandoned:
-                    raise CheckpointError("the run was ended before the checkpoint was complete")
+            with self._unless_abandoned():
                 self._put(hidden, target)
                 self.point_latest(step)
         except Exception as error:  # the boundary to whatever `write` does; every cause becomes one message
@@ -112,10 +114,14 @@ class CheckpointManager:
         return target
 
     def abandon(self) -> None:
-        """Let no checkpoint appear any more: one that another thread is writing is removed and ends in an error."""
-        with self._publishing:
-            self._abandoned = True
-            unfinished = self._unfinished
+        """Let no checkpoint appear any more: one that another thread is writing is removed and ends in an error.
+
+        Does not wait for a disk that does not answer.
+        """
+        self._abandoned = True
+        if self._publishing.acquire(timeout=_ABANDON_S):
+            self._publishing.release()
+        unfinished = self._unfinished
         if unfinished is not None:
             _remove(unfinished)
 
@@ -241,6 +247,14 @@ class CheckpointManager:
                 f"default_local_dir must belong to one run, got {self.root}, where another one has begun and ended meanwhile; "
                 "choose another folder, or start again to go on from there"
             )
+
+    @contextlib.contextmanager
+    def _unless_abandoned(self) -> Iterator[None]:
+        """The block is over before `abandon` returns, or does not begin."""
+        with self._publishing:
+            if self._abandoned:
+                raise CheckpointError("the run was ended before the checkpoint was complete")
+            yield
 
     def _score(self, step: int) -> float | None:
         try:
