@@ -14,7 +14,7 @@ from ostinato_engines.transformers_server import TransformersServer
 from ostinato_rollout import Failure, FailureKind
 from ostinato_trainer.backends.local import LocalBackend
 from ostinato_trainer.batch import Batch
-from ostinato_trainer.config import ActorConfig, ActorRolloutRefConfig, Config, RolloutConfig
+from ostinato_trainer.config import ActorConfig, ActorRolloutRefConfig, Config, RolloutConfig, TrainerConfig
 from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.metrics.log_prob_gap import LogProbGapWatch, fresh_tokens, log_prob_gap
 from ostinato_trainer.quickstart.tiny_model import save_model, save_tokenizer
@@ -128,10 +128,10 @@ async def sampled_by(folder: Path, params: SamplingParams, *, version: int = 0, 
     ]
 
 
-def configured(dtype="float32", **rollout) -> Config:
+def configured(dtype="float32", *, max_staleness=0, **rollout) -> Config:
     """A configuration that differs from the default in these keys."""
     node = ActorRolloutRefConfig(actor=ActorConfig(dtype=dtype), rollout=RolloutConfig(**rollout))
-    return Config(actor_rollout_ref=node)
+    return Config(actor_rollout_ref=node, trainer=TrainerConfig(max_staleness=max_staleness))
 
 
 def observed(folder: Path, trajectories: list[Trajectory], config: Config, *, version: int = 0) -> dict[str, float]:
@@ -184,9 +184,18 @@ async def test_tokens_of_an_older_policy_are_measured_and_not_warned_about(model
     """What another version sampled has a gap by right: it is in the metrics, and the warning is about current tokens only."""
     ran = await sampled_by(models["other"], SamplingParams(max_tokens=16, seed=1), version=3)
     with caplog.at_level(logging.WARNING, logger="ostinato_trainer"):
-        metrics = observed(models["policy"], ran, configured(), version=4)
+        metrics = observed(models["policy"], ran, configured(max_staleness=1), version=4)
     assert metrics["training/rollout_log_probs_diff_mean"] > 0.1
     assert caplog.text == ""
+
+
+async def test_another_version_is_no_matter_of_course_where_sampling_and_training_take_turns(models, caplog):
+    """An engine that did not take the newest weights, or does not say which it has, is named, once."""
+    ran = await sampled_by(models["other"], SamplingParams(max_tokens=16, seed=1), version=3)
+    with caplog.at_level(logging.WARNING, logger="ostinato_trainer"):
+        observed(models["policy"], ran, configured(), version=4)
+    assert ["100.0% of the sampled tokens" in record.message for record in caplog.records] == [True]
+    assert "weight update" in caplog.text
 
 
 def test_a_trainer_without_numbers_is_no_agreement(caplog):

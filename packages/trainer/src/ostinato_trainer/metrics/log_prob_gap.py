@@ -100,13 +100,14 @@ class LogProbGapWatch:
         self._sampling = _unlike_the_policy(config)
         self._dtype = config.actor_rollout_ref.actor.dtype
         self._bypassed = config.algorithm.rollout_correction.bypass_mode
+        self._in_turn = config.trainer.max_staleness == 0
         self._said: set[str] = set()
 
     def observe(self, batch: Batch, trajectories: Sequence[Trajectory], policy_version: int) -> dict[str, float]:
         """The metrics of `log_prob_gap` over all trained tokens.
 
         The warning is about the tokens that were sampled from this very policy: others may differ, which
-        `training/off_policy` and the rollout correction speak of.
+        `training/off_policy` and the rollout correction speak of. Where sampling and training take turns, there must be no others.
 
         Args:
             batch: With `old_log_probs`; without, or where they are the engine's own (`bypass_mode`), there is nothing to compare.
@@ -124,6 +125,14 @@ class LogProbGapWatch:
                 "missing",
                 f"the engine reported no log-probability for {missing:.1%} of the sampled tokens: whether it samples from the trained "
                 "policy cannot be checked there; its capabilities, or `logprobs` of the sampling parameters, say why",
+            )
+        num_others = batch.num_loss_tokens - int(fresh.sum())
+        if self._in_turn and num_others:
+            self._say(
+                "versions",
+                f"{num_others / batch.num_loss_tokens:.1%} of the sampled tokens are said to be of another policy version than {policy_version}, the "
+                "current one, though trainer.max_staleness is 0; likely cause: a weight update that an engine did not take, or a server of "
+                "your own that gives its tokens without policy_versions; mend that, since staleness cannot be known otherwise",
             )
         mean = gap.get("training/rollout_log_probs_diff_mean", 0.0)
         if not mean <= _LARGEST_MEAN.get(self._dtype, 0.005):  # NaN is not
