@@ -7,9 +7,11 @@ import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import pytest
 
+from ostinato_trainer.checkpoints.inventory import flush
 from ostinato_trainer.checkpoints.manager import BEST, LATEST, CheckpointManager, check_complete
 from ostinato_trainer.checkpoints.whole_folder import writing_below
 from ostinato_trainer.errors import CheckpointError
@@ -364,6 +366,13 @@ def test_an_abandoned_checkpoint_never_appears(tmp_path):
     thread.join(30)
     assert names(tmp_path) == ["global_step_1", LATEST]
     assert len(errors) == 1
+
+
+def test_file_systems_that_flush_no_directories_are_no_failure():
+    """Such a directory, as some network file systems have them, is as safe as it can be made."""
+    if not os.path.isdir("/proc/self"):
+        pytest.skip("needs a file system that cannot flush directories")
+    flush(Path("/proc/self"))
 
 
 def test_nothing_is_begun_after_a_run_was_ended(tmp_path):

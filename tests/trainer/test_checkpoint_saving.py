@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -198,10 +199,20 @@ async def test_a_missing_best_metric_is_said_once(tmp_path: Path, caplog: pytest
             for step in (1, 2):
                 await saving.save(step, {"val-core/b/acc/mean@1": 1.0})
         assert manager.best() is None
-    assert (
-        caplog.text.count("has no metric val-core/a/acc/mean@1 (trainer.best_metric); it has val-core/b/acc/mean@1")
-        == 1
-    )
+    expected = "has no finite metric val-core/a/acc/mean@1 (trainer.best_metric), got none of that name; it has val-core/b/acc/mean@1"
+    assert caplog.text.count(expected) == 1
+
+
+async def test_a_best_metric_that_is_no_number_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A value that is not finite is no reason to keep a checkpoint, and is not passed over in silence."""
+    with CheckpointManager(tmp_path, best_metric="val") as manager:
+        async with checkpoints(manager, CopyingBackend("word"), Counter(), best_metric="val") as saving:
+            await saving.save(1, {"val": 0.5})
+            assert not caplog.text
+            await saving.save(2, {"val": math.nan})
+        assert manager.best() == manager.path_of(1)
+    assert "The checkpoint of step 2 cannot be the best" in caplog.text
+    assert "got nan" in caplog.text
 
 
 async def test_a_critic_that_was_not_saved_is_named(tmp_path: Path) -> None:

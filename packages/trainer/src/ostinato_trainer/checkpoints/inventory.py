@@ -5,6 +5,7 @@ Invariant: a directory passes `check_complete` only if every file that it was se
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import os
@@ -114,10 +115,17 @@ def check_files(directory: Path, inventory: Inventory, names: Iterable[str]) -> 
 
 
 def flush(path: Path) -> None:
-    """Flush a file or directory to the disk."""
+    """Flush a file or directory to the disk; a directory where its file system can do that.
+
+    Raises:
+        OSError: It could not be flushed.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -134,15 +135,16 @@ class RunCheckpoints:
 
     def _look_for_best(self, step: int, metrics: Mapping[str, float]) -> None:
         wanted = self._config.trainer.best_metric
-        if wanted is None or wanted in metrics or self._has_warned_of_best:
+        if wanted is None or self._has_warned_of_best or math.isfinite(metrics.get(wanted, math.nan)):
             return
         self._has_warned_of_best = True
         known = [name for name in metrics if name.startswith("val-core/")] or list(metrics)[:10]
         logger.warning(
-            "The checkpoint of step %d cannot be the best, for the step has no metric %s (trainer.best_metric); it has %s. What validation "
-            "measures is there in steps that trainer.test_freq divides",
+            "The checkpoint of step %d cannot be the best, for the step has no finite metric %s (trainer.best_metric), got %s; it has %s. "
+            "What validation measures is there in steps that trainer.test_freq divides",
             step,
             wanted,
+            metrics.get(wanted, "none of that name"),
             ", ".join(known) or "none",
         )
 
