@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForTokenClassification, LlamaConfig, LlamaForCausalLM
 
+from ostinato_trainer.backends.causal_lm import load_causal_lm
 from ostinato_trainer.backends.value_model import ValueModel, load_value_model
 from ostinato_trainer.errors import BackendError
 
@@ -56,3 +57,20 @@ def test_a_folder_without_a_model_is_refused_under_the_critics_key(tmp_path: Pat
     """The message names critic.model.path, not the policy's key."""
     with pytest.raises(BackendError, match=r"fix critic\.model\.path"):
         load(tmp_path / "nothing")
+
+
+def test_weights_that_are_missing_are_not_random(tmp_path: Path) -> None:
+    """A folder that lacks a layer's weights is refused for policy and critic; one that lacks the output layer is a critic's, and no policy's."""
+    policy_folder(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    cpu = torch.device("cpu")
+    for lacks, is_critic in (("lm_head.weight", True), ("model.layers.0.mlp.up_proj.weight", False)):
+        save_file({name: value for name, value in stored.items() if name != lacks}, file, metadata={"format": "pt"})
+        with pytest.raises(BackendError, match=rf"got .* without {lacks}; .*actor_rollout_ref\.model\.path"):
+            load_causal_lm(tmp_path, dtype=torch.float32, device=cpu)
+        if is_critic:
+            load(tmp_path)
+            continue
+        with pytest.raises(BackendError, match=rf"got .* without {lacks}; .*critic\.model\.path"):
+            load(tmp_path)

@@ -221,12 +221,24 @@ def copy_tokenizer(source: str | Path, directory: Path) -> None:
 
 
 def load_causal_lm(
-    path: str | Path, *, dtype: torch.dtype, device: torch.device, key: str = "actor_rollout_ref.model.path"
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    key: str = "actor_rollout_ref.model.path",
+    needs_head: bool = True,
 ) -> Any:
-    """A `transformers` causal language model from a folder or a hub id; `key` is what messages say to change.
+    """A `transformers` causal language model from a folder or a hub id.
+
+    Args:
+        path: Of the folder, or a hub id.
+        dtype: What its parameters become.
+        device: Where they go.
+        key: What messages say to change.
+        needs_head: Whether the output layer's weights must be there; of all others none may be missing.
 
     Raises:
-        BackendError: there is no such folder, or it holds no model that `transformers` can load.
+        BackendError: there is no such folder, it holds no model that `transformers` can load, or not all of one.
     """
     from transformers import AutoModelForCausalLM
 
@@ -242,7 +254,9 @@ def load_causal_lm(
             f"model path must be a Hugging Face model folder or a hub id, got {str(path)!r} ({found}); fix {key}"
         )
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(str(folder) if looks_local else str(path), dtype=dtype)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(folder) if looks_local else str(path), dtype=dtype, output_loading_info=True
+        )
     except (
         Exception
     ) as error:  # transformers, huggingface_hub and safetensors each raise their own: here they become one message
@@ -250,4 +264,18 @@ def load_causal_lm(
         raise BackendError(
             f"model path must hold a causal language model, got {str(path)!r}: {reason}; check {key}"
         ) from error
+    model, report = loaded
+    missing = sorted(set(report["missing_keys"]) - (set() if needs_head else _head_names(model)))
+    if missing:  # transformers fills them with random numbers
+        raise BackendError(
+            f"model path must hold all weights of a {type(model).__name__}, got {str(path)!r} without {missing[0]}"
+            f"{f' and {len(missing) - 1} more' if missing[1:] else ''}; fetch it again, or check {key}"
+        )
     return model.to(device)
+
+
+def _head_names(model: Any) -> set[str]:
+    """Names of the output layer's parameters."""
+    head = model.get_output_embeddings()
+    own = [] if head is None else list(head.parameters())
+    return {name for name, value in model.named_parameters() if any(value is each for each in own)}

@@ -70,7 +70,7 @@ def load_value_model(path: str | Path, *, dtype: torch.dtype, device: torch.devi
     Raises:
         BackendError: the path holds no causal language model, or one whose output layer cannot be taken off.
     """
-    whole = load_causal_lm(path, dtype=dtype, device=device, key="critic.model.path")
+    whole = load_causal_lm(path, dtype=dtype, device=device, key="critic.model.path", needs_head=False)
     if whole.base_model is whole:
         raise BackendError(
             f"critic.model.path must hold a model of a backbone and an output layer, got {type(whole).__name__} in {str(path)!r}; "
