@@ -286,7 +286,16 @@ def checkpoints(runs: Runs, first: tuple[int, int], second: tuple[int, int]) -> 
     refused = refusal(lambda: other.load(damaged))
     unchanged = apart(weights_of(other), final)
     missing = refusal(lambda: other.load(runs.folder))
+    blocked = runs.folder / f"blocked {name}"
+    (blocked / "embedding.safetensors").mkdir(parents=True, exist_ok=True)
+    unwritable = refusal(lambda: other.save(blocked))
+    begun_elsewhere = runs.ranks(folder.name, *second, keep_reference=True)
+    begun_here = runs.ranks(model, *second, keep_reference=True)
+    begun_here.load(directory)
     return {
+        "unwritable": unwritable,
+        "other_reference": refusal(lambda: begun_elsewhere.load(directory)),
+        "same_reference": apart(weights_of(begun_here), saved),
         "expected": expected,
         "got": got,
         "loaded": loaded,
@@ -395,7 +404,7 @@ def refusal(action: Callable[[], Any]) -> str:
     """What an action is refused with."""
     try:
         action()
-    except TrainerError as error:
+    except (TrainerError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 

@@ -149,16 +149,19 @@ def test_any_layout_trains_like_one_device(run_ranks: RunRanks, world_size: int,
 
 @pytest.mark.parametrize("name", ["tp2 to dp2", "dp2 to pp2", "pp2 to tp2"])
 def test_a_checkpoint_goes_on_in_another_layout(run_ranks: RunRanks, name: str) -> None:
-    """Weights and moments are loaded bit for bit by other layouts, which then take the same steps; also back from before the first step; a damaged
-    or absent checkpoint is refused on all ranks and changes nothing; the exported folder holds the same weights."""
+    """Weights and moments are loaded bit for bit by other layouts, which then take the same steps; also back from before the first step. A damaged or
+    absent checkpoint, one of a run with another reference, and a folder that cannot be written are refused on all ranks and change nothing. The
+    exported folder holds the same weights."""
     for answer in _scenario(run_ranks(2), f"checkpoint {name}"):
-        assert answer["loaded"] == answer["exported"] == answer["back_at_start"] == 0.0
+        assert answer["loaded"] == answer["exported"] == answer["back_at_start"] == answer["same_reference"] == 0.0
         assert answer["got"] == answer["expected"]
         assert answer["final"] < WEIGHTS
         assert answer["unchanged"] == answer["final"]
         assert answer["version"] == 4
         assert answer["refused"].startswith("CheckpointError: checkpoint must hold a whole layer_00001.safetensors")
         assert answer["missing"].startswith("CheckpointError: checkpoint must hold a valid megatron.json")
+        assert answer["unwritable"].startswith("OSError: embedding could not be written")
+        assert "must name the weights that the run began with" in answer["other_reference"]
         assert answer["files"] == [
             "embedding.safetensors",
             "end.safetensors",
@@ -175,7 +178,7 @@ def test_a_step_that_cannot_be_taken_is_skipped_on_all_ranks(run_ranks: RunRanks
     for answer in answers:
         assert answer["not_finite"] == answers[0]["not_finite"]
         assert answer["not_finite"][0] is True
-        assert answer["not_finite"][1].startswith("gradient norm is nan, first in ")
+        assert answer["not_finite"][1].startswith("gradient norm is nan, first in model.")
         assert answer["nothing"] == [True, "no token was trained on"]
         assert answer["unchanged"] == 0.0
         assert answer["empty"] == {}

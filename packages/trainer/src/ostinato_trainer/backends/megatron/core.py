@@ -7,6 +7,7 @@ decay acts on all parameters. Its GPTModel takes critical fixes only upstream, s
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,13 @@ except ImportError as error:
         f"megatron.core must be importable for actor_rollout_ref.actor.strategy=megatron, got {error}; "
         "run `pip install 'ostinato-trainer[megatron]'` under Python 3.12"
     ) from error
+
+
+for _talkative in (
+    GPTModel,
+    DistributedDataParallel,
+):  # both warn at every start of what only their caller could change
+    logging.getLogger(_talkative.__module__).setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Files of a model on Megatron: Hugging Face folders in and out, and checkpoints that any layout of ranks reads.
+"""Files that ranks on Megatron write: Hugging Face folders, and checkpoints that any layout of ranks reads.
 
 A checkpoint holds whole tensors in Hugging Face's names, a file of safetensors for each block (`embedding`, `layer_00000`, ..., `end`) with the
 float32 weights and their moments, and `megatron.json` with the counters: no pickle, and nothing of how many ranks wrote it.
@@ -7,96 +7,38 @@ float32 weights and their moments, and `megatron.json` with the counters: no pic
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ostinato_engines.device import HOST
-from ostinato_trainer.backends.causal_lm import load_causal_lm
 from ostinato_trainer.backends.megatron.mapping import Block
 from ostinato_trainer.backends.megatron.optimizer import MASTER, STATE_KEYS
+from ostinato_trainer.backends.megatron.pretrained import INDEX_FILE, WEIGHTS_FILE
 from ostinato_trainer.backends.state import BackendState
-from ostinato_trainer.errors import BackendError, CheckpointError
+from ostinato_trainer.errors import CheckpointError
 
 _FORMAT = "ostinato-megatron-1"
 _COUNTERS = "megatron.json"
 _SHARD_BYTES = 4 * 2**30
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class PretrainedTensors:
-    """The tensors of a model folder, read when they are asked for.
+def copy_generation_config(source: str | Path, directory: Path) -> None:
+    """Puts what a model folder or hub id says of sampling, where it says anything, into a directory that exists."""
+    from transformers import GenerationConfig
 
-    Args:
-        path: Folder or hub id. Where it is no folder of safetensors, `transformers` loads the whole model into memory.
-
-    Raises:
-        BackendError: it holds no model that can be loaded.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        folder = Path(path).expanduser()
-        self._files: dict[str, Path] = {}
-        self._loaded: Mapping[str, Tensor] = {}
-        try:
-            if (folder / _INDEX).is_file():
-                index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-                self._files = {name: folder / file for name, file in index["weight_map"].items()}
-            elif (folder / _WEIGHTS).is_file():
-                with safe_open(folder / _WEIGHTS, framework="pt") as file:
-                    self._files = dict.fromkeys(file.keys(), folder / _WEIGHTS)
-            else:
-                import torch
-
-                model = load_causal_lm(path, dtype=torch.float32, device=torch.device(HOST))
-                self._loaded = model.state_dict()
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise BackendError(
-                f"model path must hold readable weights, got {str(path)!r}: {error}; check actor_rollout_ref.model.path"
-            ) from error
-        self._path = path
-
-    def of_block(self, block: Block) -> dict[str, Tensor]:
-        """The whole tensors that the parts of a block are made of, on the host.
-
-        Raises:
-            BackendError: one is missing, damaged or of another shape.
-        """
-        wanted = {name: shape for part in block.parts for name, shape in zip(part.names, part.shapes, strict=True)}
-        tensors: dict[str, Tensor] = {}
-        with ExitStack() as stack:
-            opened: dict[Path, Any] = {}
-            for name, shape in wanted.items():
-                tensor = self._loaded.get(name)
-                try:
-                    if name in self._files:
-                        path = self._files[name]
-                        if path not in opened:
-                            opened[path] = stack.enter_context(safe_open(path, framework="pt"))
-                        tensor = opened[path].get_tensor(name)
-                except (OSError, SafetensorError) as error:
-                    raise self._unfit(name, shape, str(error)) from error
-                if tensor is None or tuple(tensor.shape) != shape:
-                    raise self._unfit(name, shape, "none" if tensor is None else f"shape {list(tensor.shape)}")
-                tensors[name] = tensor
-        return tensors
-
-    def _unfit(self, name: str, shape: tuple[int, ...], found: str) -> BackendError:
-        return BackendError(
-            f"model path must hold {name} of shape {list(shape)}, got {found} in {str(self._path)!r}; check actor_rollout_ref.model.path"
-        )
+    with suppress(OSError):  # there is none
+        GenerationConfig.from_pretrained(str(source)).save_pretrained(directory)
 
 
 def write_block(directory: Path, block: Block, state: Mapping[str, Sequence[tuple[str, Tensor]]]) -> None:
-    """Writes the file of a block: for each of `STATE_KEYS` its whole tensors by name."""
-    tensors = {f"{key}/{name}": tensor.to(HOST) for key, named in state.items() for name, tensor in named}
+    """Writes the file of a block: for each of `STATE_KEYS` its whole tensors by name, on the host."""
+    tensors = {f"{key}/{name}": tensor for key, named in state.items() for name, tensor in named}
     save_file(tensors, directory / f"{block.name}.safetensors")
 
 
@@ -155,24 +97,6 @@ def read_block(
         return {key: {name: file.get_tensor(f"{key}/{name}") for name in names} for key in keys}
 
 
-def same_error_everywhere(check: Callable[[], None]) -> None:
-    """Runs a check on all ranks and raises what the first rank that failed raised, on all of them.
-
-    Raises:
-        CheckpointError: the check failed with one, or a file could not be read.
-    """
-    message: str | None = None
-    try:
-        check()
-    except (CheckpointError, OSError, SafetensorError) as error:
-        message = str(error)
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, message)
-    first = next((each for each in messages if each is not None), None)
-    if first is not None:
-        raise CheckpointError(first)
-
-
 def write_hf_weights(directory: Path, blocks: Iterator[list[tuple[str, Tensor]]], total_bytes: int) -> None:
     """Writes whole tensors as a Hugging Face folder has them, one file or several with an index; never more than one file's in memory.
 
@@ -196,7 +120,7 @@ def write_hf_weights(directory: Path, blocks: Iterator[list[tuple[str, Tensor]]]
     if waiting or not written:
         flush()
     if len(written) == 1:
-        (directory / "part-00000").rename(directory / _WEIGHTS)
+        (directory / "part-00000").rename(directory / WEIGHTS_FILE)
         return
     places: dict[str, str] = {}
     for number, names in enumerate(written):
@@ -204,4 +128,4 @@ def write_hf_weights(directory: Path, blocks: Iterator[list[tuple[str, Tensor]]]
         (directory / f"part-{number:05d}").rename(directory / file)
         places |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
-    (directory / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")

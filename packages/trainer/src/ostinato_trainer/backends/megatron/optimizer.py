@@ -35,11 +35,12 @@ class ShardedOptimizer:
         model: This rank's part, its weights set.
         options: See `AdamWOptions`.
         groups: Of this rank.
+        names: What messages call the parameters, by Megatron's names.
     """
 
-    def __init__(self, model: Any, options: AdamWOptions, groups: core.RankGroups) -> None:
+    def __init__(self, model: Any, options: AdamWOptions, groups: core.RankGroups, names: Mapping[str, str]) -> None:
         options.check()
-        self.options, self._groups = options, groups
+        self.options, self._groups, self._names = options, groups, names
         self._schedule = check_schedule(
             options.lr_scheduler_type, warmup_steps=options.lr_warmup_steps, total_steps=options.total_steps
         )
@@ -164,7 +165,7 @@ class ShardedOptimizer:
         for name, value in self.parameters.items():
             held = self._held(value)
             if held is not None and held[0].grad is not None and not bool(torch.isfinite(held[0].grad).all()):
-                yield name
+                yield self._names[name]
 
     def _skip(self, grad_norm: float, lr: float, reason: str) -> OptimizerStats:
         self.clear_gradients()

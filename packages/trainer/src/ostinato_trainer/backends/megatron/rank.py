@@ -6,28 +6,35 @@ Invariants: ranks of one share of the data get the same micro-batches and do the
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ostinato_engines import TensorSpec, WeightManifest
+from ostinato_engines.device import HOST
 from ostinato_trainer.backends.base import EntropyMode, LossFn, MicroBatchOutput, OptimizerStats
 from ostinato_trainer.backends.causal_lm import copy_tokenizer
 from ostinato_trainer.backends.megatron import core, files
+from ostinato_trainer.backends.megatron.mapping import Block
 from ostinato_trainer.backends.megatron.optimizer import STATE_KEYS, ShardedOptimizer
 from ostinato_trainer.backends.megatron.options import MegatronOptions
+from ostinato_trainer.backends.megatron.pretrained import PretrainedTensors, model_config, rotary_frequencies
 from ostinato_trainer.backends.megatron.shape import DecoderShape
 from ostinato_trainer.backends.megatron.tensors import ModelTensors
 from ostinato_trainer.backends.model_passes import check_ids, check_temperature, merge_metrics, out_of_memory_named
+from ostinato_trainer.backends.ranks.agreement import raise_alike
 from ostinato_trainer.backends.ranks.base import RankPlace
-from ostinato_trainer.backends.state import BackendState
+from ostinato_trainer.backends.state import BackendState, check_frozen, fingerprint
 from ostinato_trainer.backends.token_log_probs import VocabularyShard, chosen_log_probs_of_shard
 from ostinato_trainer.batch import Batch
-from ostinato_trainer.errors import BackendError, BatchError
+from ostinato_trainer.errors import BackendError, BatchError, CheckpointError
 
 
 class MegatronRank:
@@ -47,16 +54,22 @@ class MegatronRank:
             BackendError: an option is out of range, the model is not mapped, it or the ranks do not divide, or its weights cannot be read.
         """
         options.check()
-        config = _model_config(path)
+        folder = Path(path).expanduser()
+        path = folder if folder.is_dir() else path
+        config = model_config(path)
         self._shape = DecoderShape.from_config(config.to_dict())
         options.layout.check(self._shape, dist.get_world_size())
         self.options, self._path, self._config, self._device = options, path, config, device
         self._groups = core.join_groups(options.layout, timeout_s=timeout_s)
         self._tensors = ModelTensors(self._shape, options.layout, self._groups, device)
-        pretrained = files.PretrainedTensors(path)
+        pretrained = PretrainedTensors(path)
         self._model = self._loaded(pretrained)
-        self._reference = self._loaded(pretrained).requires_grad_(False) if options.keep_reference else None
-        self.optimizer = ShardedOptimizer(self._model, options, self._groups)
+        self._reference, self._frozen = None, None
+        if options.keep_reference:
+            self._reference = self._loaded(pretrained).requires_grad_(False)
+            self._frozen = self._fingerprint(pretrained)
+        names = {part.parameter: part.names[0] for block in self._tensors.own_blocks for part in block.parts}
+        self.optimizer = ShardedOptimizer(self._model, options, self._groups, names)
         self.policy_version = 0
         """Optimizer steps that changed the weights."""
 
@@ -108,7 +121,8 @@ class MegatronRank:
                     raise BackendError(
                         "loss must depend on the log-probabilities or values, got a constant; do not detach them in the loss"
                     )
-                return loss, torch.ones((), dtype=torch.int, device=self._device), metrics
+                kept = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+                return loss, torch.ones((), dtype=torch.int, device=self._device), kept
 
             return core.states_of(stage, on_device), loss_of
 
@@ -191,35 +205,41 @@ class MegatronRank:
         """See `RankBackend.save` and `ostinato_trainer.backends.megatron.files`; each stage writes its own layers.
 
         Raises:
-            OSError: the directory cannot be written.
+            OSError: the directory cannot be written; on all ranks alike.
         """
         keys = STATE_KEYS if self.optimizer.num_updates else STATE_KEYS[:1]
-        tensors = self._tensors
-        for block in tensors.own_blocks:
-            state: dict[str, list[tuple[str, Tensor]]] = {}
-            for key in keys:
-                shares = {part: self.optimizer.state_of(part.parameter, key) for part in block.parts if not part.alias}
-                if self._groups.data_rank == 0:
-                    state[key] = tensors.gathered(block, shares.__getitem__)
-            if tensors.speaks_for_stage:
-                files.write_block(directory, block, state)
-        dist.barrier()
+        error: Exception | None = None
+        for block in self._tensors.own_blocks:
+            state = {key: self._on_host(block, key) for key in keys}
+            if self._tensors.speaks_for_stage and error is None:
+                try:
+                    files.write_block(directory, block, state)
+                except (OSError, SafetensorError) as failure:
+                    error = OSError(f"{block.name} could not be written to {directory}: {failure}")
+        raise_alike(error)
         if dist.get_rank() == 0:
-            files.write_counters(directory, self._counters())
+            try:
+                files.write_counters(directory, self._counters())
+            except OSError as failure:
+                error = failure
+        raise_alike(error)
 
     def load(self, directory: Path) -> None:
-        """See `RankBackend.load`. Any layout reads what any other wrote; the reference stays the model that the rank was made with.
+        """See `RankBackend.load`. Any layout reads what any other wrote; the reference stays the model that the rank was made with, which must be
+        the one of that run.
 
         Raises:
             CheckpointError: a file is missing, damaged, or of another model; nothing has changed then, on any rank.
         """
-
-        def check() -> None:
-            has_moments = _num_updates(files.read_counters(directory)) > 0
+        error: Exception | None = None
+        try:
+            counters = files.read_counters(directory)
+            check_frozen(directory, counters.frozen, self._frozen)
             for block in self._tensors.blocks:
-                files.check_block(directory, block, has_moments=has_moments)
-
-        files.same_error_everywhere(check)
+                files.check_block(directory, block, has_moments=_num_updates(counters) > 0)
+        except (CheckpointError, OSError) as failure:
+            error = failure
+        raise_alike(error)
         counters = files.read_counters(directory)
         num_updates = _num_updates(counters)
         for block in self._tensors.own_blocks:
@@ -232,21 +252,53 @@ class MegatronRank:
         self.policy_version = counters.policy_version
 
     def save_hf(self, directory: Path) -> None:
-        """See `RankBackend.save_hf`; weights are of the type that is computed in."""
-        manifest = self.manifest(0)
-        if dist.get_rank() != 0:
-            for _ in self.weights():
-                pass
-            return
+        """See `RankBackend.save_hf`; weights are of the type that is computed in.
+
+        Raises:
+            OSError: the directory cannot be written; on all ranks alike.
+        """
+        tensors, error = self.weights(), None
+        if dist.get_rank() == 0:
+            try:
+                self._write_hf(directory, tensors)
+            except (OSError, SafetensorError) as failure:
+                error = OSError(f"the model could not be written to {directory}: {failure}")
+        for _ in tensors:  # the ranks walk the blocks together, whoever has use for them
+            pass
+        raise_alike(error)
+
+    def _write_hf(self, directory: Path, tensors: Iterator[list[tuple[str, Tensor]]]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         size = self.options.parameter_dtype.itemsize
-        total_bytes = sum(size * _numel(spec.shape) for spec in manifest.tensors)
-        files.write_hf_weights(directory, self.weights(), total_bytes)
+        files.write_hf_weights(
+            directory, tensors, sum(size * math.prod(spec.shape) for spec in self.manifest(0).tensors)
+        )
         self._config.dtype = self.options.parameter_dtype
         self._config.save_pretrained(directory)
+        files.copy_generation_config(self._path, directory)
         copy_tokenizer(self._path, directory)
 
-    def _loaded(self, pretrained: files.PretrainedTensors) -> Any:
+    def _on_host(self, block: Block, key: str) -> list[tuple[str, Tensor]]:
+        """The whole tensors of one of `STATE_KEYS` of a block, on the rank that speaks for the stage; nothing elsewhere."""
+        shares = {part: self.optimizer.state_of(part.parameter, key) for part in block.parts if not part.alias}
+        if self._groups.data_rank != 0:
+            return []
+        return [(name, tensor.to(HOST)) for name, tensor in self._tensors.gathered(block, shares.__getitem__)]
+
+    def _fingerprint(self, pretrained: PretrainedTensors) -> str:
+        """Of the weights of the whole model, whatever the layout; see `state.fingerprint`."""
+        own = {}
+        for block in self._tensors.own_blocks:
+            whole = pretrained.of_block(block)
+            own[block.name] = fingerprint(
+                {name: whole[name].to(self.options.parameter_dtype) for name, _ in block.tensors}
+            )
+        found: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, own)
+        lines = sorted({f"{name} {digest}\n" for each in found for name, digest in each.items()})
+        return hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()
+
+    def _loaded(self, pretrained: PretrainedTensors) -> Any:
         """This rank's part of the model with its weights."""
         model = core.build_model(
             self._shape,
@@ -254,7 +306,7 @@ class MegatronRank:
             self._groups,
             dtype=self.options.parameter_dtype,
             device=self._device,
-            frequencies=_rotary_frequencies(self._config),
+            frequencies=rotary_frequencies(self._config),
             recompute=self.options.enable_gradient_checkpointing,
         )
         parameters = dict(model.named_parameters())
@@ -303,42 +355,9 @@ class MegatronRank:
             num_steps=self.optimizer.num_steps,
             num_skipped=self.optimizer.num_skipped,
             policy_version=self.policy_version,
+            frozen=self._frozen,
         )
 
 
 def _num_updates(counters: BackendState) -> int:
     return counters.num_steps - counters.num_skipped
-
-
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-def _model_config(path: str | Path) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(
-            str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else str(path)
-        )
-    except Exception as error:  # transformers and huggingface_hub each raise their own: here they become one message
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise BackendError(
-            f"model path must hold a causal language model, got {str(path)!r}: {reason}; check actor_rollout_ref.model.path"
-        ) from error
-
-
-def _rotary_frequencies(config: Any) -> Tensor:
-    """float [head_dim / 2]: those of `transformers` itself, scaling included."""
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    rotary = LlamaRotaryEmbedding(config)
-    if rotary.attention_scaling != 1.0:
-        raise BackendError(
-            f"rotary positions must leave attention unscaled to be trained with Megatron, got a factor of {rotary.attention_scaling}; "
-            "use actor_rollout_ref.actor.strategy=fsdp2 or local"
-        )
-    return rotary.inv_freq.detach().clone()

@@ -62,12 +62,15 @@ def megatron_problems(config: Config) -> list[str]:
     return problems
 
 
-def megatron_factory(config: Config, options: AdamWOptions) -> MegatronRankFactory:
+def megatron_factory(
+    config: Config, options: AdamWOptions, *, enable_gradient_checkpointing: bool
+) -> MegatronRankFactory:
     """What builds the ranks of a run.
 
     Args:
         config: Without `megatron_problems`.
         options: The optimizer's, as for any other strategy.
+        enable_gradient_checkpointing: Keep layers' inputs alone for the backward pass.
     """
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     optimizer = {name: getattr(options, name) for name in AdamWOptions.__struct_fields__}
@@ -78,6 +81,6 @@ def megatron_factory(config: Config, options: AdamWOptions) -> MegatronRankFacto
             layout=layout_of(config),
             dtype=actor.dtype,
             keep_reference=actor.use_kl_loss or config.algorithm.use_kl_in_reward,
-            enable_gradient_checkpointing=model.enable_gradient_checkpointing,
+            enable_gradient_checkpointing=enable_gradient_checkpointing,
         ),
     )

@@ -139,7 +139,9 @@ def _refuse_what_is_not_mapped(model_type: str, config: Mapping[str, Any]) -> No
     layer_kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     unmapped = {
         f"rotary positions of kind {kind}": kind not in _ROPE_KINDS,
-        "rotary positions over a part of each head": float(rope.get("partial_rotary_factor") or 1.0) != 1.0,
+        "rotary positions over a part of each head": any(
+            float(each.get("partial_rotary_factor") or 1.0) != 1.0 for each in (rope, config)
+        ),
         "sliding-window attention": bool(layer_kinds) or bool(config.get("use_sliding_window")),
         "a bias in attention": bool(config.get("attention_bias")),
         "a bias in the MLP": bool(config.get("mlp_bias")),
