@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,8 +29,9 @@ from ostinato_tokenization import ChatTokenizer, ContinuousTokens
 from ostinato_tools import ToolExecutor
 from ostinato_trainer.algorithms.advantages import needs_critic
 from ostinato_trainer.algorithms.kl_control import KLController
+from ostinato_trainer.backends.choice import build_backend
 from ostinato_trainer.backends.critic import LocalCritic
-from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions
+from ostinato_trainer.backends.local import LocalBackendOptions
 from ostinato_trainer.backends.lora import lora_options
 from ostinato_trainer.checkpoints.manager import CheckpointManager
 from ostinato_trainer.checkpoints.resume import ResumePoint, check_same_run, resume_point, take_up
@@ -104,7 +105,8 @@ async def _run_placed(
     causes: Sequence[str],
 ) -> None:
     async with places_of(config) as places:
-        await _run(config, folder, point, callbacks, places, causes)
+        with ExitStack() as owned:
+            await _run(config, folder, point, callbacks, places, causes, owned)
 
 
 async def _run(
@@ -114,6 +116,7 @@ async def _run(
     callbacks: Sequence[object],
     places: Places | None,
     causes: Sequence[str],
+    owned: ExitStack,
 ) -> None:
     seed_all(config.trainer.seed)
     model = config.actor_rollout_ref.model
@@ -141,7 +144,8 @@ async def _run(
         return
     sampling = sampling_of(config, manager, loader, total_steps=total_steps)
     own_callbacks = load_callbacks(config.trainer.callbacks)
-    backend = LocalBackend.from_pretrained(str(model.path), backend_options(config, total_steps))
+    backend = build_backend(config, backend_options(config, total_steps), places)
+    owned.callback(backend.close)
     critic = build_critic(config, total_steps)
     kl_controller = KLController(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
     stateful: dict[str, Stateful] = {"sampling": sampling}

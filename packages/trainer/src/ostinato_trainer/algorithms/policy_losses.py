@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 import torch
@@ -250,6 +251,10 @@ def _gspo_of_batch(
     )
 
 
+BUILT_IN_LOSSES: Final = frozenset(_losses)
+"""Names that every process knows once it has imported this module."""
+
+
 def policy_loss_fn(options: PolicyLossOptions, name: str = "vanilla") -> LossFn:
     """The loss of a micro-batch: policy term, minus the entropy bonus, plus the KL term, all under the mini-batch's
     weights.
@@ -261,12 +266,23 @@ def policy_loss_fn(options: PolicyLossOptions, name: str = "vanilla") -> LossFn:
     Raises:
         AlgorithmError: the policy loss does not exist; or, when it is called, returns something else than `TokenLosses` of [T].
     """
-    token_loss = policy_loss(name)
+    policy_loss(name)
+    return PolicyLossFn(options, name)
 
-    def loss_fn(output: MicroBatchOutput, batch: MicroBatch) -> LossOutput:
+
+@dataclass(frozen=True)
+class PolicyLossFn:
+    """What `policy_loss_fn` makes. It travels to other processes, where the loss is looked up by its name."""
+
+    options: PolicyLossOptions
+    name: str
+
+    def __call__(self, output: MicroBatchOutput, batch: MicroBatch) -> LossOutput:
+        """The loss of a micro-batch and its metrics."""
+        options = self.options
         new = _kept(output.log_probs, batch)
         old = new.detach() if batch.old_log_probs is None else _kept(batch.old_log_probs, batch).to(new.dtype)
-        tokens = _checked(token_loss(new, old, batch, options), new, name)
+        tokens = _checked(policy_loss(self.name)(new, old, batch, options), new, self.name)
         weights = batch.rollout_is_weights
         loss = aggregate(tokens.losses if weights is None else tokens.losses * weights.to(new.dtype), batch)
         metrics: dict[str, float | Tensor] = {
@@ -292,8 +308,6 @@ def policy_loss_fn(options: PolicyLossOptions, name: str = "vanilla") -> LossFn:
             metrics["actor/kl_loss"] = kl.detach()
             loss = loss + options.kl_loss_coef * kl
         return loss, metrics
-
-    return loss_fn
 
 
 def _checked(tokens: object, log_probs: Tensor, name: str) -> TokenLosses:

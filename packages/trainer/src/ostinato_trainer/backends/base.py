@@ -114,3 +114,7 @@ class TrainingBackend(Protocol):
     def save_hf(self, directory: Path) -> None:
         """Writes an ordinary Hugging Face model folder, tokenizer files included."""
         ...
+
+    def close(self) -> None:
+        """Ends what the backend has started; may be called twice. Nothing can be asked of it afterwards."""
+        ...

@@ -268,6 +268,9 @@ class LocalBackend:
         """See `TrainingBackend.save_hf`."""
         LocalSnapshot(self._state(), self._lm, self._tokenizer_source, self._lora).save_hf(directory)
 
+    def close(self) -> None:
+        """See `TrainingBackend.close`: there is nothing to end."""
+
     def _trained_tensors(self) -> Mapping[str, Tensor]:
         """What training may change: all tensors of the model, or the adapters alone."""
         return self._lm.named_tensors() if self._lora is None else self._lora.parameters()
@@ -306,6 +309,7 @@ class LocalSnapshot:
         """See `TrainingBackend.save_hf`. With adapters the weights are merged, and the adapters alone lie in `lora_adapter` below."""
         weights = self.state.weights
         if self.lora is not None:
-            weights = dict(self.lora.merged(self.lm.named_tensors(), adapters=weights))
+            merged = self.lora.merged(self.lm.named_tensors(), adapters=weights)
+            weights = {name: tensor.cpu() for name, tensor in merged}  # the device holds one merged tensor at a time
             self.lora.save(Path(directory) / LORA_FOLDER, adapters=self.state.weights)
         self.lm.save_hf(Path(directory), tokenizer_source=self.tokenizer_source, weights=weights)

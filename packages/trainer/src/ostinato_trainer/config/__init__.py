@@ -77,6 +77,9 @@ class ActorRolloutRefConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_
     """The update of the policy."""
     rollout: RolloutConfig = RolloutConfig()
     """Generation of trajectories."""
+    nccl_timeout: Annotated[float, Meta(gt=0)] = 600.0
+    """Seconds that a training rank may wait for the others in one exchange before the run ends with an error; a whole call may take six times
+    that. Read where the strategy has ranks."""
 
 
 class TrainerConfig(ResumeConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -106,7 +109,7 @@ class TrainerConfig(ResumeConfig, frozen=True, forbid_unknown_fields=True, kw_on
     critic_warmup: Annotated[int, Meta(ge=0)] = 0
     """Steps at the beginning in which only the critic is trained and the policy stays as it is."""
     val_only: bool = False
-    """Validate once and end: nothing is trained or saved."""
+    """Validate once, the model or a checkpoint of the run, and end: nothing is trained or saved; the numbers go to val_only.jsonl."""
     log_val_generations: Annotated[int, Meta(ge=0)] = 0
     """Prompts whose first sample is shown in the loggers with every validation."""
     validation_data_dir: str | None = None

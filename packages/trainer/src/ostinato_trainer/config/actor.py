@@ -9,7 +9,16 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-__all__ = ["ActorConfig", "LossAggMode", "ModelConfig", "OptimConfig", "PolicyLossConfig"]
+from ostinato_trainer.config.megatron import MegatronConfig
+
+__all__ = [
+    "ActorConfig",
+    "FsdpConfig",
+    "LossAggMode",
+    "ModelConfig",
+    "OptimConfig",
+    "PolicyLossConfig",
+]
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLLossType = Literal[
@@ -37,6 +46,9 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Folder of adapters, as peft writes them, to go on from; they decide rank, alpha and layers. The model at `path` stays the reference."""
     use_remove_padding: bool = True
     """Train on sequences without padding where the model's attention can; false pads, with the same numbers."""
+    enable_gradient_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work. Needs strategy fsdp2 or
+    megatron."""
 
 
 class OptimConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -63,11 +75,27 @@ class PolicyLossConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Policy loss by name: vanilla (PPO), gspo, cispo, gpg, sapo, or one's own: file.py:function, or the name that it was registered under."""
 
 
+class FsdpConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How strategy fsdp2 shards the policy (`actor_rollout_ref.actor.fsdp_config`)."""
+
+    param_offload: bool = False
+    """Keep weights, gradients and moments in the host's memory and step there; layers come to the device for their pass. For CPUs, nothing."""
+    optimizer_offload: bool = False
+    """Keep the moments in the host's memory between steps."""
+    reshard_after_forward: bool = True
+    """Give a layer's weights back after its forward pass and gather them again for the backward pass; false keeps them, for speed."""
+
+
 class ActorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The update of the policy (`actor_rollout_ref.actor`)."""
 
-    strategy: Literal["local"] = "local"
-    """Training backend; local means one process and one device."""
+    strategy: Literal["local", "fsdp2", "megatron"] = "local"
+    """Training backend: local is this process and one device; fsdp2 (sharded) and megatron (tensor and pipeline parallel) have a rank on each of
+    trainer.nnodes x trainer.n_gpus_per_node devices."""
+    fsdp_config: FsdpConfig = FsdpConfig()
+    """Read by strategy fsdp2."""
+    megatron: MegatronConfig = MegatronConfig()
+    """Read by strategy megatron."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What the model computes in; weights and moments are kept in float32."""
     use_torch_compile: bool = False

@@ -19,6 +19,7 @@ from ostinato_trainer.config.algorithm_checks import (
 )
 from ostinato_trainer.config.reward_checks import reward_problems, unread_reward_keys
 from ostinato_trainer.config.sampling_checks import sampling_problems, sampling_rules, uncorrected_staleness
+from ostinato_trainer.config.strategy_checks import strategy_problems, unread_strategy_keys
 from ostinato_trainer.errors import ConfigError
 from ostinato_trainer.placement.checks import executor_problems, unread_executor_keys
 
@@ -160,6 +161,7 @@ def unread_keys(config: Config, written: Collection[str]) -> list[str]:
         ),
         *unread_reward_keys(config.reward),
         *unread_executor_keys(config),
+        *unread_strategy_keys(config),
         (
             config.trainer.resume_mode != "resume_path",
             f"trainer.resume_mode is {config.trainer.resume_mode}",
@@ -240,9 +242,7 @@ def check_runnable(config: Config) -> None:
         )
     problems += engine_problems(config)
     problems += executor_problems(config)
-    for path, value in (("trainer.nnodes", trainer.nnodes), ("trainer.n_gpus_per_node", trainer.n_gpus_per_node)):
-        if value > 1 and trainer.executor == "local":
-            problems.append(f"{path} must be 1: this version trains on one device, got {value}; write {path}=1")
+    problems += strategy_problems(config)
     problems += missing_algorithms(config)
     if problems:
         raise ConfigError(problems_text(problems))

@@ -30,6 +30,7 @@ RENAMED_PATHS: Final[dict[str, str]] = {
     "actor_rollout_ref.model.lora.target_modules": "actor_rollout_ref.model.target_modules",
     "actor_rollout_ref.model.lora.exclude_modules": "actor_rollout_ref.model.exclude_modules",
     "actor_rollout_ref.model.lora.adapter_path": "actor_rollout_ref.model.lora_adapter_path",
+    f"{_ACTOR}.fsdp_config.offload_policy": f"{_ACTOR}.fsdp_config.param_offload",
     "critic.cliprange": "critic.cliprange_value",
     "critic.clip_range": "critic.cliprange_value",
     "custom_reward_function": "reward.custom_reward_function",
@@ -172,6 +173,7 @@ RENAMED_NAMES: Final[dict[str, str]] = {
     "num_gpus": "trainer.n_gpus_per_node",
     "num_nodes": "trainer.nnodes",
     "loss_type": f"{_ACTOR}.loss_agg_mode",
+    "gradient_checkpointing": "actor_rollout_ref.model.enable_gradient_checkpointing",
     "bf16": f"{_ACTOR}.dtype",
     "fp16": f"{_ACTOR}.dtype",
     "torch_dtype": f"{_ACTOR}.dtype",
@@ -244,7 +246,6 @@ UNREAD_NAMES: Final[dict[str, str]] = {
     "gradient_accumulation_steps": (
         f"how often gradients add up follows from {_ACTOR}.ppo_mini_batch_size and {_ACTOR}.ppo_micro_batch_size_per_gpu"
     ),
-    "gradient_checkpointing": "the backend does not recompute activations",
     "attn_implementation": "transformers chooses the attention",
     "flash_attn": "transformers chooses the attention",
     "ulysses_sequence_parallel_size": _ONE_DEVICE,
@@ -268,7 +269,6 @@ UNREAD_NAMES: Final[dict[str, str]] = {
     "load_contents": "a run goes on with all that its checkpoint holds",
     "default_hdfs_dir": "checkpoints stay in trainer.default_local_dir",
     "calculate_log_probs": "log-probabilities of sampled tokens are always recorded",
-    "enable_gradient_checkpointing": "the backend does not recompute activations",
     "log_prob_micro_batch_size": _LOG_PROB,
     "log_prob_micro_batch_size_per_gpu": _LOG_PROB,
     "log_prob_use_dynamic_bsz": _LOG_PROB,
@@ -294,12 +294,10 @@ UNREAD_SECTIONS: Final[dict[str, str]] = {
     "critic.rollout_n": "a step's trajectories are the same for policy and critic",
     "critic.strategy": "the critic is trained by the strategy of the actor",
     "critic.forward_max_token_len_per_gpu": "values are computed critic.ppo_max_token_len_per_gpu tokens at a time",
-    "critic.fsdp": "only the strategy `local` exists in this version",
-    "critic.megatron": "only the strategy `local` exists in this version",
+    "critic.fsdp": "the critic is trained on one device",
+    "critic.megatron": "the critic is trained on one device",
     "actor_rollout_ref.ref": "the reference policy is a frozen copy of the starting weights and has no settings",
     "actor_rollout_ref.hybrid_engine": "training and sampling share one process",
-    f"{_ACTOR}.fsdp_config": "only the strategy `local` exists in this version",
-    f"{_ACTOR}.megatron": "only the strategy `local` exists in this version",
     "reward_model": "a reward model is a server that is asked over HTTP; see reward.reward_model.url",
     "reward_model.reward_manager": _SCORED,
     "reward_model.launch_reward_fn_async": _SCORED,
@@ -327,13 +325,7 @@ REFUSED_VALUES: Final[dict[tuple[str, object], str]] = {
     (_MULTI_TURN, True): f"must be a mapping, got true; write {_MULTI_TURN}.enable=true",
     (_MULTI_TURN, False): f"must be a mapping, got false; write {_MULTI_TURN}.enable=false",
     (f"{_ACTOR}.strategy", "fsdp"): (
-        f"must be local, got fsdp: sharded training is not in this version; write {_ACTOR}.strategy=local"
-    ),
-    (f"{_ACTOR}.strategy", "fsdp2"): (
-        f"must be local, got fsdp2: sharded training is not in this version; write {_ACTOR}.strategy=local"
-    ),
-    (f"{_ACTOR}.strategy", "megatron"): (
-        f"must be local, got megatron: model-parallel training is not in this version; write {_ACTOR}.strategy=local"
+        f"must be local, fsdp2 or megatron, got fsdp: only its second version is here; write {_ACTOR}.strategy=fsdp2"
     ),
 }
 """(path, value) -> the rest of the message that follows the path."""

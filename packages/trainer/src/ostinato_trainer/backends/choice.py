@@ -1,0 +1,112 @@
+"""Which backend trains the policy: the one place that reads `actor_rollout_ref.actor.strategy`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from ostinato_engines.device import CUDA, HOST, pick_device
+from ostinato_trainer.backends.base import TrainingBackend
+from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions
+from ostinato_trainer.config import Config
+from ostinato_trainer.errors import BackendError
+
+if TYPE_CHECKING:
+    from ostinato_trainer.backends.ranks.base import RankFactory
+    from ostinato_trainer.backends.ranks.workers import RankWorkers
+    from ostinato_trainer.placement.places import Places
+
+_CALL_TIMEOUTS: Final = 6
+"""A whole call may take so many times as long as one exchange between ranks."""
+_LOG_FOLDER: Final = "ranks"
+
+
+def build_backend(config: Config, options: LocalBackendOptions, places: Places | None = None) -> TrainingBackend:
+    """The backend of the policy, with its ranks started where the strategy has any; `close` frees it.
+
+    Args:
+        config: The whole tree.
+        options: What any strategy needs to know.
+        places: Where actors go; None runs ranks as processes of this machine.
+
+    Raises:
+        BackendError: the model cannot be loaded, a rank does not start, or the machine has too few devices.
+    """
+    path = str(config.actor_rollout_ref.model.path)
+    if config.actor_rollout_ref.actor.strategy == "local":
+        return LocalBackend.from_pretrained(path, options)
+    from ostinato_trainer.backends.ranks.group import RankGroup
+
+    workers = _actors(config, options, places) if places is not None else _processes(config, options)
+    return RankGroup(workers, _factory(config, path, options), max_tokens_per_forward=options.max_tokens_per_forward)
+
+
+def _factory(config: Config, path: str, options: LocalBackendOptions) -> RankFactory:
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    if actor.strategy == "megatron":
+        from ostinato_trainer.backends.megatron.setup import megatron_factory
+
+        return megatron_factory(config, options, enable_gradient_checkpointing=model.enable_gradient_checkpointing)
+    from ostinato_trainer.backends.fsdp2 import Fsdp2Factory, Fsdp2Options
+
+    return Fsdp2Factory(
+        path,
+        Fsdp2Options(
+            **msgspec.structs.asdict(options),
+            **msgspec.structs.asdict(actor.fsdp_config),
+            gradient_checkpointing=model.enable_gradient_checkpointing,
+        ),
+    )
+
+
+def _processes(config: Config, options: LocalBackendOptions) -> RankWorkers:
+    from ostinato_trainer.backends.ranks.processes import RankProcesses, RankProcessOptions
+
+    timeout_s, num_ranks = config.actor_rollout_ref.nccl_timeout, config.trainer.n_gpus_per_node
+    device = _kind(options)
+    if device == CUDA:
+        import torch
+
+        if num_ranks > (found := torch.cuda.device_count()):
+            raise BackendError(
+                f"trainer.n_gpus_per_node must be at most the machine's {found} devices, got {num_ranks}; "
+                f"write trainer.n_gpus_per_node={found}"
+            )
+    return RankProcesses(
+        RankProcessOptions(
+            num_ranks=num_ranks,
+            device=device,
+            collective_timeout_s=timeout_s,
+            call_timeout_s=_CALL_TIMEOUTS * timeout_s,
+            log_folder=str(Path(config.trainer.local_dir) / _LOG_FOLDER),
+        )
+    )
+
+
+def _actors(config: Config, options: LocalBackendOptions, places: Places) -> RankWorkers:
+    from ostinato_trainer.backends.ranks.ray_workers import RankActors
+
+    timeout_s = config.actor_rollout_ref.nccl_timeout
+    return RankActors(
+        places.ranks,
+        device=_kind(options),
+        start_timeout_s=timeout_s,
+        collective_timeout_s=timeout_s,
+        call_timeout_s=_CALL_TIMEOUTS * timeout_s,
+    )
+
+
+def _kind(options: LocalBackendOptions) -> str:
+    """The kind of device that ranks compute on.
+
+    Raises:
+        BackendError: ranks cannot meet on it.
+    """
+    kind = pick_device(options.device).partition(":")[0]
+    if kind not in (HOST, CUDA):
+        raise BackendError(
+            f"trainer.device must be {HOST} or {CUDA} for a strategy with ranks, got {kind}; write trainer.device={HOST} or strategy=local"
+        )
+    return kind

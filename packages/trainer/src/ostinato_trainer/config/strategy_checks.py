@@ -1,0 +1,97 @@
+"""What the keys of `actor_rollout_ref.actor.strategy` contradict, and which of them have no effect."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ostinato_trainer.config import Config
+from ostinato_trainer.errors import TrainerError
+
+__all__ = ["strategy_problems", "unread_strategy_keys"]
+
+_ACTOR: Final = "actor_rollout_ref.actor"
+_MODEL: Final = "actor_rollout_ref.model"
+
+
+def strategy_problems(config: Config) -> list[str]:
+    """Sentences about what the strategy does not do."""
+    # Asked of a run that is about to start; a configuration that is only read needs no torch.
+    from ostinato_trainer.backends.megatron.setup import megatron_problems
+
+    actor, trainer = config.actor_rollout_ref.actor, config.trainer
+    problems = []
+    if actor.strategy == "local":
+        for path, value in (("trainer.nnodes", trainer.nnodes), ("trainer.n_gpus_per_node", trainer.n_gpus_per_node)):
+            if value > 1 and trainer.executor == "local":
+                problems.append(
+                    f"{path} must be 1 with {_ACTOR}.strategy=local, which trains on one device, got {value}; "
+                    f"write {path}=1 or {_ACTOR}.strategy=fsdp2"
+                )
+        return problems
+    if trainer.nnodes > 1 and trainer.executor == "local":
+        problems.append(
+            f"trainer.nnodes must be 1 with trainer.executor=local, which starts ranks on this machine, got {trainer.nnodes}; "
+            "write trainer.nnodes=1 or trainer.executor=ray"
+        )
+    if _needs_critic(config.algorithm.adv_estimator):
+        problems.append(
+            f"algorithm.adv_estimator must be one without a critic with {_ACTOR}.strategy={actor.strategy}, got "
+            f"{config.algorithm.adv_estimator}: the critic is trained on one device; write algorithm.adv_estimator=grpo or {_ACTOR}.strategy=local"
+        )
+    mode = actor.policy_loss.loss_mode
+    if ":" not in mode and mode not in _losses_of_ours():
+        problems.append(
+            f"{_ACTOR}.policy_loss.loss_mode must be one that every rank can find with {_ACTOR}.strategy={actor.strategy}, got {mode!r}, which is "
+            f"registered in this process only; write {_ACTOR}.policy_loss.loss_mode=file.py:name"
+        )
+    return problems + (_fsdp2_problems(config) if actor.strategy == "fsdp2" else megatron_problems(config))
+
+
+def _fsdp2_problems(config: Config) -> list[str]:
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    problems = []
+    if model.lora_rank or model.lora_adapter_path is not None:
+        key = "lora_rank" if model.lora_rank else "lora_adapter_path"
+        problems.append(
+            f"{_MODEL}.{key} must not be set with {_ACTOR}.strategy=fsdp2, which trains all weights; "
+            f"write {_ACTOR}.strategy=local or remove it"
+        )
+    if actor.use_torch_compile:
+        problems.append(
+            f"{_ACTOR}.use_torch_compile must be false with {_ACTOR}.strategy=fsdp2, got true; "
+            f"write {_ACTOR}.use_torch_compile=false"
+        )
+    return problems
+
+
+def unread_strategy_keys(config: Config) -> tuple[tuple[bool, str, tuple[str, ...]], ...]:
+    """Whether a rule applies, why, and the keys that have no effect then."""
+    actor = config.actor_rollout_ref.actor
+    why = f"{_ACTOR}.strategy is {actor.strategy}"
+    fsdp = tuple(f"{_ACTOR}.fsdp_config.{name}" for name in actor.fsdp_config.__struct_fields__)
+    megatron = tuple(f"{_ACTOR}.megatron.{name}" for name in actor.megatron.__struct_fields__)
+    return (
+        (actor.strategy == "local", why, ("actor_rollout_ref.nccl_timeout", f"{_MODEL}.enable_gradient_checkpointing")),
+        (actor.strategy != "fsdp2", why, fsdp),
+        (actor.strategy != "megatron", why, megatron),
+        (
+            actor.strategy == "fsdp2" and actor.fsdp_config.param_offload,
+            f"{_ACTOR}.fsdp_config.param_offload keeps the moments in the host's memory already",
+            (f"{_ACTOR}.fsdp_config.optimizer_offload",),
+        ),
+    )
+
+
+def _needs_critic(estimator: str) -> bool:
+    from ostinato_trainer.algorithms.advantages import needs_critic
+
+    try:
+        return needs_critic(estimator)
+    except TrainerError:  # there is no such estimator, which is said elsewhere
+        return False
+
+
+def _losses_of_ours() -> frozenset[str]:
+    from ostinato_trainer.algorithms.policy_losses import BUILT_IN_LOSSES
+
+    return BUILT_IN_LOSSES
