@@ -1,5 +1,6 @@
 """The loop over real parts: what is trained on is what was sampled, failures stay out, and every seam takes a part of one's own."""
 
+import asyncio
 import json
 import math
 import threading
@@ -59,6 +60,21 @@ class BareServer(RecordingServer):
     async def generate(self, *arguments: Any, **options: Any) -> list[int]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """See AsyncServerBase."""
         return (await super().generate(*arguments, **options)).token_ids
+
+
+class HeldServer(RecordingServer):
+    """Answers turns of the third step, of groups 4 and 5, not before it may."""
+
+    may_answer: ClassVar[threading.Event] = threading.Event()
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling_params: Any, request_id: str, media: Sequence[Any] = ()
+    ) -> TokenOutput:
+        """See AsyncServerBase."""
+        group = int(request_id.partition("/")[0].rpartition("-")[2])
+        while group >= 4 and not type(self).may_answer.is_set():  # noqa: ASYNC110 (a thread sets it)
+            await asyncio.sleep(0.001)
+        return await super().generate(prompt_ids, sampling_params, request_id, media)
 
 
 class PausedServer(RecordingServer):
@@ -314,19 +330,21 @@ def test_streams_in_turn_change_nothing(home: Path, tmp_path: Path, monkeypatch:
 def test_sampling_goes_on_while_the_policy_is_trained(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With max_staleness 1 the engine answers turns of the third step during the update of the second, which waits for them here; no two
-    calls of the backend overlap, and what is trained on is one version old from the second step on."""
-    overrides = server_overrides("RecordingServer", tmp_path)
+    """With max_staleness 1 the engine answers turns of the third step during the update of the second, which waits for them here as they wait
+    for it; no two calls of the backend overlap, and what is trained on is one version old from the second step on."""
+    overrides = server_overrides("HeldServer", tmp_path)
     original, under_way = LocalBackend.forward_backward, threading.Lock()
     answered_meanwhile: list[int] = []
 
     def forward_backward(self: LocalBackend, *arguments: Any, **options: Any) -> Any:
         assert under_way.acquire(blocking=False)
         try:
-            calls = recorded_calls("RecordingServer")
+            calls = recorded_calls("HeldServer")
             before, deadline = len(calls), time.monotonic() + 60
-            while len(calls) == before and len(answered_meanwhile) == 1 and time.monotonic() < deadline:
-                time.sleep(0.001)
+            if len(answered_meanwhile) == 1:
+                third_party_class("HeldServer").may_answer.set()
+                while len(calls) == before and time.monotonic() < deadline:
+                    time.sleep(0.001)
             answered_meanwhile.append(len(calls) - before)
             return original(self, *arguments, **options)
         finally:
