@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ostinato_engines import SamplingParams
@@ -25,7 +26,7 @@ from ostinato_trainer.config.docs import config_rows
 from ostinato_trainer.config.loading import load_tree
 from ostinato_trainer.config.sft import SftConfig
 from ostinato_trainer.error_reporting import run_reporting_errors
-from ostinato_trainer.errors import CheckpointError, ConfigError, DatasetError
+from ostinato_trainer.errors import CheckpointError, ConfigError, DatasetError, TrainingInterrupted
 from ostinato_trainer.quickstart.tiny_model import save_model, save_tokenizer
 from ostinato_trainer.sft import run as sft_run
 from ostinato_trainer.sft.data import Conversations, read_conversations
@@ -172,7 +173,7 @@ def test_a_row_that_is_no_conversation_is_named(model: Path, tmp_path: Path, row
         ("--max-length", 1, "data.max_length must leave a conversation"),
         ("--model", "no/model", "no/model"),
         ("--data", "no/data.jsonl", "a data file must exist, got no/data.jsonl"),
-        ("--chat-template", "no/such.jinja", "chat_template must be a readable file, got no/such.jinja"),
+        ("--chat-template", "no/such.jinja", "error: model.chat_template must be a readable file, got no/such.jinja"),
     ],
 )
 def test_a_wrong_option_is_one_message(
@@ -406,3 +407,19 @@ def test_what_a_template_leaves_out_is_said_once(model: Path, tmp_path: Path, ca
         "reasoning_content",
     }
     assert len(caplog.records) == 3
+
+
+def test_a_run_in_which_nothing_is_learned_is_an_error(model: Path, tmp_path: Path) -> None:
+    """Where no gradient is finite every step is skipped, and the run ends with an error and without a model instead of one that is as before."""
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    weights = load_file(broken / "model.safetensors")
+    save_file(
+        {name: value * float("nan") for name, value in weights.items()}, broken / "model.safetensors", {"format": "pt"}
+    )
+    data = jsonl(tmp_path / "data.jsonl", [conversation("yes")])
+    with pytest.raises(
+        TrainingInterrupted, match=r"must learn something, but none of 3 steps had a gradient that is finite"
+    ):
+        run(broken, data, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["metrics.jsonl"]

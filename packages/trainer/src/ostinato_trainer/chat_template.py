@@ -12,8 +12,12 @@ from ostinato_trainer.home_paths import home_path
 __all__ = ["chat_template_text", "write_chat_template"]
 
 
-def chat_template_text(model: ModelConfig) -> str | None:
+def chat_template_text(model: ModelConfig, *, key: str = "actor_rollout_ref.model") -> str | None:
     """`model.chat_template` as the template's text, read if it names a `.jinja` file; None for the model's own.
+
+    Args:
+        model: Names it.
+        key: Of that node, for messages.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -26,7 +30,7 @@ def chat_template_text(model: ModelConfig) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
-            f"actor_rollout_ref.model.chat_template must be a readable file, got {value}: {reason}; check the path"
+            f"{key}.chat_template must be a readable file, got {value}: {reason}; check the path"
         ) from None
 
 

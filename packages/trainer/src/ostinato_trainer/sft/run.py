@@ -79,7 +79,7 @@ class _Run:
     ) -> None:
         self._config, self._manager, self._point, self._console, self._bars = config, manager, point, console, bars
         self._started_at = time.time() if point is None else began_at(point)
-        self._template = chat_template_text(config.model)
+        self._template = chat_template_text(config.model, key="model")
         tokenizer = ChatTokenizer.from_pretrained(str(config.model.path), chat_template=self._template)
         wanted = config.trainer.total_training_steps
         number = None if wanted is None else wanted * config.data.train_batch_size
