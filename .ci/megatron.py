@@ -32,7 +32,7 @@ TESTS = (
     "tests/trainer/test_vocabulary_shard.py",
 )
 INSTALL_S = 600
-TESTS_S = 600
+TESTS_S = 900
 
 
 def make_environment(home: Path, version: str, environment: Mapping[str, str]) -> Path:
