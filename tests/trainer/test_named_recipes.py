@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"needs the recipes 
 TINY = (
     "actor_rollout_ref.rollout.name=transformers",
     "actor_rollout_ref.rollout.gpu_memory_utilization=null",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     "actor_rollout_ref.rollout.n=2",
     "actor_rollout_ref.actor.dtype=float32",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
@@ -26,6 +27,8 @@ TINY = (
     "data.max_response_length=16",
     "data.val_files=[]",
     "trainer.device=cpu",
+    "trainer.executor=local",
+    "trainer.n_gpus_per_node=1",
     "trainer.test_freq=-1",
     "trainer.save_freq=0",
     "trainer.total_training_steps=1",
@@ -43,16 +46,17 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     for split in ("train", "test"):
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    prepare_gsm8k(str(folder), folder / "rows", agent="tool_agent", checks=False)
-    return folder / "rows"
+    for agent in ("tool_agent", "single_turn_agent"):
+        prepare_gsm8k(str(folder), folder / agent, agent=agent, checks=False)
+    return folder
 
 
-def last_step(recipe: str, home: Path, rows: Path, folder: Path, *overrides: str) -> dict:
+def last_step(recipe: str, home: Path, rows: Path, folder: Path, *overrides: str, agent: str = "tool_agent") -> dict:
     """The metrics of the last step of a recipe on a tiny model."""
     settings = [
         *TINY,
         f"actor_rollout_ref.model.path={home / 'model'}",
-        f"data.train_files={rows / 'train.parquet'}",
+        f"data.train_files={rows / agent / 'train.parquet'}",
         f"trainer.default_local_dir={folder}",
         *overrides,
     ]
@@ -82,3 +86,24 @@ def test_an_agent_that_is_a_graph(quickstart_home: Path, rows: Path, tmp_path: P
     step = last_step("langgraph_agent", quickstart_home, rows, tmp_path / "run")
     assert math.isfinite(step["actor/pg_loss"])
     assert step["training/num_trajectories"] == 4.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_sharded_training_of_one_rank(quickstart_home: Path, rows: Path, tmp_path: Path, engine: str) -> None:
+    """Qwen3-8B GRPO FSDP2: the recipe's strategy trains, here with one rank."""
+    step = last_step(
+        f"qwen3_8b_grpo_fsdp2_{engine}", quickstart_home, rows, tmp_path / "run", agent="single_turn_agent"
+    )
+    assert math.isfinite(step["actor/pg_loss"])
+    assert math.isfinite(step["actor/kl_loss"])
+
+
+@pytest.mark.slow
+def test_mathematical_problems_with_megatron(quickstart_home: Path, rows: Path, tmp_path: Path) -> None:
+    """Qwen2-7B math Megatron: all but the strategy, which needs devices."""
+    local = "actor_rollout_ref.actor.strategy=local"
+    step = last_step(
+        "qwen2_7b_math_megatron", quickstart_home, rows, tmp_path / "run", local, agent="single_turn_agent"
+    )
+    assert math.isfinite(step["actor/pg_loss"])

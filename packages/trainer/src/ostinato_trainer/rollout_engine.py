@@ -124,7 +124,8 @@ def engine_problems(config: Config) -> list[str]:
     problems = _process_problems(rollout) if config.trainer.executor == "local" else _actor_problems(rollout)
     if rollout.agent.custom_async_server.path is not None:
         return problems  # what its class takes is asked when it is made
-    if rollout.engine_python is None and importlib.util.find_spec(rollout.name) is None:
+    may_be_elsewhere = config.trainer.executor == "ray" and bool(config.ray_kwargs.ray_init.runtime_env)
+    if rollout.engine_python is None and not may_be_elsewhere and importlib.util.find_spec(rollout.name) is None:
         problems.append(
             f"{_ROLLOUT}.name must be an engine that is installed, got {rollout.name}, which is not in this environment; "
             f"write {_ROLLOUT}.engine_python=PATH of the interpreter of an environment that has it"
