@@ -6,6 +6,7 @@ from its newest checkpoint as one that somebody starts again does.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -53,6 +54,7 @@ def run_with_restarts(config: Config, attempt: Callable[[Config, Sequence[str]],
                 allowed,
                 causes[-1],
             )
+        gc.collect()  # what the attempt held, cycles included, before the next one loads as much
         config = _going_on(config)
 
 

@@ -39,7 +39,7 @@ def build_backend(config: Config, options: LocalBackendOptions, places: Places |
         return LocalBackend.from_pretrained(path, options)
     from ostinato_trainer.backends.ranks.group import RankGroup
 
-    workers = _actors(config, options, places) if places is not None else _processes(config, options)
+    workers = _actors(config, places) if places is not None else _processes(config, options)
     return RankGroup(workers, _factory(config, path, options), max_tokens_per_forward=options.max_tokens_per_forward)
 
 
@@ -85,14 +85,14 @@ def _processes(config: Config, options: LocalBackendOptions) -> RankWorkers:
     )
 
 
-def _actors(config: Config, options: LocalBackendOptions, places: Places) -> RankWorkers:
+def _actors(config: Config, places: Places) -> RankWorkers:
     from ostinato_trainer.backends.ranks.ray_workers import RankActors
 
     timeout_s = config.actor_rollout_ref.nccl_timeout
     return RankActors(
         places.ranks,
-        device=_kind(options),
-        start_timeout_s=timeout_s,
+        device=CUDA if places.layout.on_devices else HOST,  # of the actors' hosts, which need not be this one
+        start_timeout_s=config.ray_kwargs.start_timeout_s,
         collective_timeout_s=timeout_s,
         call_timeout_s=_CALL_TIMEOUTS * timeout_s,
     )
