@@ -133,7 +133,8 @@ class RankProcesses:
             self._threads = ThreadPoolExecutor(options.num_ranks, thread_name_prefix="rank")
             for rank in range(options.num_ranks):
                 self._ranks.append(_started(folder / f"rank_{rank}.log", self._environment()))
-            self._exchange("start", [(self._address(rank), factory) for rank in range(options.num_ranks)])
+            addresses = [self._address(rank) for rank in range(options.num_ranks)]
+            self._exchange("start", [request_of("start", (address, factory)) for address in addresses])
         except BaseException:
             self.close()
             raise
@@ -142,8 +143,9 @@ class RankProcesses:
         """See `RankWorkers.call`."""
         if not self._ranks or self._is_closed:
             raise BackendError(f"ranks must be running to be asked for {method}, got closed ones; start a new group")
+        requests = [request_of(method, each) for each in arguments]
         try:
-            return self._exchange(method, arguments)
+            return self._exchange(method, requests)
         except Exception as error:
             if not getattr(error, "ranks_in_step", False):
                 self.close()
@@ -197,9 +199,8 @@ class RankProcesses:
             interface=loopback(),
         )
 
-    def _exchange(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _exchange(self, method: str, requests: Sequence[bytes]) -> list[Any]:
         """One call on every rank; raises where one fails, dies or is late, and says by `ranks_in_step` whether all failed alike."""
-        requests = [request_of(method, each) for each in arguments]
         ranks, threads = self._ranks, self._threads
         assert threads is not None
         answers: list[Future[Any]] = [

@@ -1,0 +1,199 @@
+"""How a batch is dealt out to ranks, and a group of sharded ranks beside one device."""
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from ostinato_trainer.algorithms.advantages import with_advantages
+from ostinato_trainer.algorithms.aggregation import LossAggMode, with_loss_weights
+from ostinato_trainer.algorithms.policy_losses import PolicyLossOptions, policy_loss_fn
+from ostinato_trainer.backends.base import EntropyMode
+from ostinato_trainer.backends.fsdp2 import Fsdp2Factory, Fsdp2Options
+from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions
+from ostinato_trainer.backends.ranks.group import RankGroup
+from ostinato_trainer.backends.ranks.processes import RankProcesses, RankProcessOptions
+from ostinato_trainer.batch import Batch
+from ostinato_trainer.errors import BackendError, BatchError
+from ostinato_trainer.partitions import deal_to_ranks
+from ostinato_trainer.segments import Segment
+
+OPTIONS = {"dtype": "float64", "lr": 1e-2, "keep_reference": True, "grad_clip": 0.5}
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(1, 50), st.integers(0, 4)), min_size=1, max_size=6), min_size=1, max_size=7
+    ),
+    st.integers(1, 5),
+)
+@settings(max_examples=200, deadline=None)
+def test_every_sequence_goes_to_one_rank_and_ranks_have_equal_rounds(
+    parts: list[list[tuple[int, int]]], num_ranks: int
+) -> None:
+    """All sequences once; as many rounds as parts need, equal for all; an owner's sequences of one part stay in one micro-batch; and no rank idles
+    in a round while another's micro-batch could be halved."""
+    lengths, owners, places = [], [], []
+    for part in parts:
+        places.append(list(range(len(lengths), len(lengths) + len(part))))
+        lengths += [length for length, _ in part]
+        owners += [owner for _, owner in part]
+    shares = deal_to_ranks(places, owners, num_ranks, lambda chosen: sum(lengths[place] for place in chosen))
+    assert len(shares) == num_ranks
+    assert {len(share) for share in shares} == {-(-len(parts) // num_ranks)}
+    dealt = [micro_batch for share in shares for micro_batch in share]
+    assert sorted(place for micro_batch in dealt for place in micro_batch) == list(range(len(lengths)))
+    part_of = {place: number for number, part in enumerate(places) for place in part}
+    homes: dict[tuple[int, int], set[int]] = {}
+    for number, micro_batch in enumerate(dealt):
+        assert len({part_of[place] for place in micro_batch}) <= 1
+        for place in micro_batch:
+            homes.setdefault((part_of[place], owners[place]), set()).add(number)
+    assert all(len(home) == 1 for home in homes.values())
+    if any(not micro_batch for micro_batch in dealt):
+        assert all(len({owners[place] for place in micro_batch}) <= 1 for micro_batch in dealt)
+
+
+@given(st.lists(st.integers(1, 30), min_size=2, max_size=40))
+@settings(max_examples=100, deadline=None)
+def test_two_ranks_share_one_micro_batch_about_evenly(lengths: list[int]) -> None:
+    """The costlier half exceeds the other by the longest sequence at most."""
+    one, other = deal_to_ranks(
+        [list(range(len(lengths)))],
+        list(range(len(lengths))),
+        2,
+        lambda chosen: sum(lengths[place] for place in chosen),
+    )
+    costs = [sum(lengths[place] for place in share[0]) for share in (one, other)]
+    assert abs(costs[0] - costs[1]) <= max(lengths)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose vocabulary and layers do not divide by the number of ranks."""
+    config = Qwen3Config(
+        vocab_size=47,
+        hidden_size=16,
+        intermediate_size=23,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def group(model_folder: Path):
+    """Two ranks on the CPU."""
+    group = RankGroup(
+        RankProcesses(RankProcessOptions(num_ranks=2)),
+        Fsdp2Factory(str(model_folder), Fsdp2Options(**OPTIONS)),
+        max_tokens_per_forward=20,
+    )
+    yield group
+    group.close()
+
+
+def make_batch(seed: int = 5) -> Batch:
+    """Trajectories of unlike length, one with two segments, one without a trained token, one that is only a prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [("a", [1, 1, 0, 0, 1]), ("b", [1] * 9 + [0, 0]), ("c", [1]), ("d", [1, 0, 1, 1]), ("d", [1, 1])]
+    segments = []
+    for place, (name, mask) in enumerate([*shapes, ("e", [0, 0, 0]), ("f", [])]):
+        ids = torch.randint(0, 47, (3 + place % 2 + len(mask),), generator=generator).tolist()
+        split = len(ids) - len(mask)
+        segments.append(Segment(ids[:split], ids[split:], mask, None, f"g{ord(name) // 2}", name, float(ord(name) % 3)))
+    return Batch.from_segments(segments)
+
+
+def trained(batch: Batch, backend: LocalBackend) -> Batch:
+    """The batch with everything that a loss with a divergence reads."""
+    batch = batch.with_columns(
+        old_log_probs=backend.log_probs(batch, temperature=0.9) - 0.05,
+        ref_log_probs=backend.log_probs(batch, temperature=0.9, reference=True),
+    )
+    return with_loss_weights(with_advantages(batch, "grpo"), LossAggMode.TOKEN_MEAN)
+
+
+def test_two_ranks_do_what_one_device_does(model_folder: Path, group: RankGroup, tmp_path: Path) -> None:
+    """Log-probabilities, losses, metrics, gradient norms and, after five steps, all parameters are those of one device; batches are split in
+    uneven ways, down to a single sequence for two ranks. Then a checkpoint of one goes on in the other."""
+    local = LocalBackend.from_pretrained(model_folder, LocalBackendOptions(device="cpu", **OPTIONS))
+    loss = policy_loss_fn(PolicyLossOptions(kl_loss_coef=0.1, entropy_coeff=0.01))
+    assert group.pads_sequences == local.pads_sequences
+    for number in range(5):
+        batch = trained(make_batch(number), local)
+        for reference in (False, True):
+            asked = {"temperature": 0.9, "reference": reference}
+            torch.testing.assert_close(
+                group.log_probs(batch, **asked), local.log_probs(batch, **asked), rtol=1e-12, atol=1e-12
+            )
+        parts = batch.split_by_count((1, 2, 3, 7, 7)[number])
+        if number == 4:
+            parts = [batch.select([1])]  # one trajectory: the other rank has nothing to do
+        how = {"temperature": 0.9, "entropy": EntropyMode.GRADIENT}
+        of_group, of_local = group.forward_backward(parts, loss, **how), local.forward_backward(parts, loss, **how)
+        assert of_group.keys() == of_local.keys()
+        assert of_group == pytest.approx(of_local, rel=1e-11, abs=1e-14)
+        one, other = group.optimizer_step(), local.optimizer_step()
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-12)
+        assert (one.lr, one.skipped) == (other.lr, other.skipped) == (1e-2, False)
+    assert group.policy_version == local.policy_version == 5
+    assert_same_weights(group, local)
+    local.save(tmp_path / "of_local")
+    group.save(tmp_path / "of_group")
+    group.load(tmp_path / "of_local")
+    batch = trained(make_batch(9), local)
+    for backend in (group, local):
+        backend.forward_backward([batch], loss, temperature=0.9, entropy=EntropyMode.VALUE)
+        backend.optimizer_step()
+    assert_same_weights(group, local)
+    group.load(tmp_path / "of_group")
+    assert group.policy_version == 5
+    assert group.optimizer_step().skipped  # no gradient is left over
+    group.save_hf(tmp_path / "hf")
+    again = LocalBackend.from_pretrained(tmp_path / "hf", LocalBackendOptions(device="cpu", dtype="float64"))
+    assert_same_weights(group, again)
+
+
+def assert_same_weights(group: RankGroup, local: LocalBackend) -> None:
+    """Names, shapes, types and values of what engines would get."""
+    (of_group, stream), (of_local, expected) = group.weights(version=3), local.weights(version=3)
+    assert of_group == of_local
+    for (name, tensor), (_, other) in zip(stream(), expected(), strict=True):
+        torch.testing.assert_close(tensor, other, rtol=1e-11, atol=1e-13, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_an_error_of_one_rank_is_told(model_folder: Path) -> None:
+    """A token outside the vocabulary, which only one rank has, ends the group with that error; afterwards it says that it is closed."""
+    workers = RankProcesses(RankProcessOptions(num_ranks=2))
+    group = RankGroup(workers, Fsdp2Factory(str(model_folder), Fsdp2Options(**OPTIONS)))
+    batch = make_batch()
+    wrong = batch.token_ids.clone()
+    wrong[-1] = 47
+    with pytest.raises(BatchError, match="below the model's vocabulary of 47, got 47"):
+        group.log_probs(dataclasses.replace(batch, token_ids=wrong), temperature=1.0)
+    with pytest.raises(BackendError, match="must be running"):
+        group.log_probs(batch, temperature=1.0)
+    assert workers.process_ids == []
+
+
+def test_what_cannot_travel_is_refused(group: RankGroup) -> None:
+    """A loss that is made inside a function, and a temperature of 0, are refused before anything is sent; the group goes on."""
+    batch = with_loss_weights(make_batch(), LossAggMode.TOKEN_MEAN)
+    with pytest.raises(BackendError, match="must be picklable"):
+        group.forward_backward([batch], lambda output, part: (output.log_probs.sum(), {}))
+    with pytest.raises(BackendError, match="temperature must be above 0"):
+        group.log_probs(batch, temperature=0.0)
+    assert Counter(group.log_probs(batch, temperature=1.0).isfinite().tolist())[False] == 0

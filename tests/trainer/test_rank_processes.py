@@ -1,0 +1,149 @@
+"""Processes of ranks: what is told of one that dies, raises or keeps others waiting, and that none is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ostinato_trainer.backends.ranks.processes import RankProcesses, RankProcessOptions
+from ostinato_trainer.backends.ranks.workers import RankDiedError, RankTimeoutError
+from ostinato_trainer.errors import BackendError, BatchError
+
+MODULE = '''
+import logging, time
+from ostinato_trainer.errors import BackendError, BatchError
+
+
+class Rank:
+    """One that does as it is told by the directory's name."""
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.policy_version = rank
+
+    def save(self, directory):
+        logging.getLogger("ranks").warning("rank %d saves", self.rank)
+        if directory == "all raise":
+            raise BatchError(f"of rank {self.rank}")
+        if directory == "one waits" and self.rank == 1:
+            time.sleep(3600)
+
+
+def whole(address, device):
+    return Rank(address.rank)
+
+
+def broken(address, device):
+    raise BackendError(f"no model on rank {address.rank}")
+'''
+
+
+@pytest.fixture
+def ranks_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A module of ranks that compute nothing, importable here and in processes started from here."""
+    (tmp_path / "ranks_of_this_test.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    import ranks_of_this_test  # pyright: ignore[reportMissingImports]  written above
+
+    yield ranks_of_this_test
+    del sys.modules["ranks_of_this_test"]
+
+
+def make(**options) -> RankProcesses:
+    return RankProcesses(RankProcessOptions(**{"num_ranks": 2, **options}))
+
+
+def is_there(pid: int) -> bool:
+    """Whether the process exists and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_calls_errors_and_a_death(ranks_module, caplog: pytest.LogCaptureFixture) -> None:
+    """Answers come in the order of ranks; an error of all is that error and they go on; a rank that is killed in a call ends it, by name and signal,
+    and takes the others along."""
+    ranks = make()
+    try:
+        ranks.start(ranks_module.whole)
+        assert ranks.call("policy_version", [(), ()]) == [0, 1]
+        with pytest.raises(BatchError, match="of rank 0") as raised:
+            ranks.call("save", [("all raise",)] * 2)
+        assert "ranks 0, 1 of 2" in raised.value.__notes__[0]
+        assert [record.getMessage() for record in caplog.records if record.name == "ranks"] == ["rank 0 saves"]
+        assert ranks.call("policy_version", [(), ()]) == [0, 1]
+        pids = ranks.process_ids
+        os.kill(pids[1], signal.SIGSTOP)  # it cannot answer before it is killed
+        killer = threading.Timer(0.1, os.kill, (pids[1], signal.SIGKILL))
+        killer.start()
+        with pytest.raises(
+            RankDiedError,
+            match="rank 1 of 2 must live to answer policy_version, but its process was killed by signal 9",
+        ):
+            ranks.call("policy_version", [(), ()])
+        killer.join()
+        assert not [pid for pid in pids if is_there(pid)]
+        with pytest.raises(BackendError, match="must be running"):
+            ranks.call("policy_version", [(), ()])
+    finally:
+        ranks.close()
+
+
+def test_a_factory_that_fails_leaves_no_process(ranks_module) -> None:
+    """Its error comes out of `start`, and the ranks are gone."""
+    ranks = make(num_ranks=1)
+    with pytest.raises(BackendError, match="no model on rank 0"):
+        ranks.start(ranks_module.broken)
+    assert ranks.process_ids == []
+    ranks.close()
+
+
+def test_a_factory_that_cannot_travel_is_refused_at_once() -> None:
+    """One that is made inside a function is refused with the cure."""
+    ranks = make(num_ranks=1)
+    with pytest.raises(BackendError, match="must be picklable"):
+        ranks.start(lambda address, device: None)  # pyright: ignore[reportArgumentType]  the point of the test
+    assert ranks.process_ids == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_answer_ends_the_call(ranks_module) -> None:
+    """At the deadline the error names the rank that is late, and nothing is left."""
+    ranks = make(call_timeout_s=120.0)
+    ranks.start(ranks_module.whole)
+    ranks.options = RankProcessOptions(num_ranks=2, call_timeout_s=0.5)
+    pids = ranks.process_ids
+    with pytest.raises(RankTimeoutError, match=r"within 0\.5 s, but (rank 1|ranks 0, 1) had not"):
+        ranks.call("save", [("one waits",)] * 2)
+    assert not [pid for pid in pids if is_there(pid)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_no_rank_outlives_a_controller_that_is_killed(ranks_module, tmp_path: Path) -> None:
+    """After SIGKILL to the controller its ranks end by themselves, one of them in the middle of a call."""
+    script = tmp_path / "controller.py"
+    script.write_text(
+        "import sys, ranks_of_this_test\n"
+        "from ostinato_trainer.backends.ranks.processes import RankProcesses, RankProcessOptions\n"
+        "ranks = RankProcesses(RankProcessOptions(num_ranks=2))\n"
+        "ranks.start(ranks_of_this_test.whole)\n"
+        "print(*ranks.process_ids, flush=True)\n"
+        "ranks.call('save', [('one waits',)] * 2)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=environment) as controller:
+        assert controller.stdout is not None
+        pids = [int(pid) for pid in controller.stdout.readline().split()]
+        controller.kill()
+    assert len(pids) == 2
+    deadline = time.monotonic() + 120
+    while any(is_there(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a rank is still there two minutes after its controller was killed"
+        time.sleep(0.05)
