@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -421,6 +422,21 @@ def test_a_folder_that_cannot_be_made_is_one_message(tmp_path):
         writing_below(folder),
     ):
         folder.mkdir()
+
+
+def test_no_byte_of_the_inventory_changes_unnoticed(tmp_path):
+    """Whatever bit of it flips, metrics and step too, the checkpoint is damaged; one of an earlier version, without its own checksum, is read."""
+    path = CheckpointManager(tmp_path).save(12, write_text("one"), {"val": 0.125, "other": math.nan})
+    file = path / "checkpoint.json"
+    content = file.read_bytes()
+    for place in range(len(content)):
+        changed = bytearray(content)
+        changed[place] ^= 1 << place % 8
+        file.write_bytes(changed)
+        with pytest.raises(CheckpointError):
+            check_complete(path)
+    file.write_bytes(re.sub(rb'"own_sha256":"[0-9a-f]+",', b"", content))
+    assert check_complete(path).metrics["val"] == 0.125
 
 
 def test_limits_are_checked():

@@ -41,7 +41,13 @@ class Inventory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """By path below the checkpoint; the inventory itself is not in it."""
     metrics: dict[str, float | None] = {}
     """Of the step; null where one was not finite."""
+    own_sha256: str = ""
+    """Of the inventory itself, without this."""
     format: str = _FORMAT
+
+    def digest(self) -> str:
+        """What `own_sha256` has to be."""
+        return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(self, own_sha256=""))).hexdigest()
 
 
 def seal(directory: Path, step: int, metrics: Mapping[str, float]) -> None:
@@ -56,7 +62,9 @@ def seal(directory: Path, step: int, metrics: Mapping[str, float]) -> None:
         if path.is_file()
     }
     finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    (directory / _INVENTORY).write_bytes(msgspec.json.encode(Inventory(step, files, finite)))
+    inventory = Inventory(step, files, finite)
+    inventory = msgspec.structs.replace(inventory, own_sha256=inventory.digest())
+    (directory / _INVENTORY).write_bytes(msgspec.json.encode(inventory))
     share_files(directory)
     for path in [*directory.rglob("*"), directory]:
         flush(path)
@@ -80,6 +88,10 @@ def read_inventory(directory: Path) -> Inventory:
         inventory = msgspec.json.decode(raw, type=Inventory)
         if outside := [name for name in inventory.files if Path(name).is_absolute() or ".." in Path(name).parts]:
             raise CheckpointError(f"{directory} must hold its files, got {outside[0]} in its {_INVENTORY}; {cure}")
+        if inventory.own_sha256 not in ("", inventory.digest()):  # earlier versions wrote none
+            raise CheckpointError(
+                f"{directory / _INVENTORY} must be as it was written, got another checksum; the checkpoint is damaged, resume from another step"
+            )
         return inventory
     except OSError as error:
         if isinstance(error, CheckpointError):
