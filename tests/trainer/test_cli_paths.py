@@ -4,11 +4,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ostinato_agent_loop import AgentLoopBase, load_agent_loops
 from ostinato_agent_loop.registry import import_class
 from ostinato_trainer import cli
 from ostinato_trainer.chat import find_model
+from ostinato_trainer.checkpoints.export import export_model
 from ostinato_trainer.errors import CheckpointError
 
 
@@ -34,6 +36,8 @@ def test_a_folder_without_a_model_is_told_what_would_do(tmp_path: Path) -> None:
     """A folder that is not there, one that holds no model, and a run's are told apart; of a run the newest checkpoint is named."""
     with pytest.raises(CheckpointError, match="got no folder of that name"):
         find_model(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="got no folder of that name"):
+        export_model(tmp_path / "nowhere", tmp_path / "out", best=False, dtype=None, console=Console(quiet=True))
     with pytest.raises(CheckpointError, match=r"holds no config.json; give a path that a run printed"):
         find_model(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("12\n")
