@@ -426,7 +426,7 @@ def test_a_folder_that_cannot_be_made_is_one_message(tmp_path):
 
 def test_no_byte_of_the_inventory_changes_unnoticed(tmp_path):
     """Whatever bit of it flips, metrics and step too, the checkpoint is damaged; one of an earlier version, without its own checksum, is read."""
-    path = CheckpointManager(tmp_path).save(12, write_text("one"), {"val": 0.125, "other": math.nan})
+    path = CheckpointManager(tmp_path).save(12, write_text("one"), {"val": 0.125, "count": 3, "other": math.nan})
     file = path / "checkpoint.json"
     content = file.read_bytes()
     for place in range(len(content)):

@@ -61,7 +61,7 @@ def seal(directory: Path, step: int, metrics: Mapping[str, float]) -> None:
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     }
-    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
     inventory = Inventory(step, files, finite)
     inventory = msgspec.structs.replace(inventory, own_sha256=inventory.digest())
     (directory / _INVENTORY).write_bytes(msgspec.json.encode(inventory))
