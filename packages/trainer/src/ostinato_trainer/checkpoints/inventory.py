@@ -42,12 +42,8 @@ class Inventory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics: dict[str, float | None] = {}
     """Of the step; null where one was not finite."""
     own_sha256: str = ""
-    """Of the inventory itself, without this."""
+    """Of the file's bytes, as they are with nothing here."""
     format: str = _FORMAT
-
-    def digest(self) -> str:
-        """What `own_sha256` has to be."""
-        return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(self, own_sha256=""))).hexdigest()
 
 
 def seal(directory: Path, step: int, metrics: Mapping[str, float]) -> None:
@@ -62,9 +58,8 @@ def seal(directory: Path, step: int, metrics: Mapping[str, float]) -> None:
         if path.is_file()
     }
     finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-    inventory = Inventory(step, files, finite)
-    inventory = msgspec.structs.replace(inventory, own_sha256=inventory.digest())
-    (directory / _INVENTORY).write_bytes(msgspec.json.encode(inventory))
+    raw = msgspec.json.encode(Inventory(step, files, finite))
+    (directory / _INVENTORY).write_bytes(raw.replace(_own(""), _own(hashlib.sha256(raw).hexdigest()), 1))
     share_files(directory)
     for path in [*directory.rglob("*"), directory]:
         flush(path)
@@ -88,7 +83,8 @@ def read_inventory(directory: Path) -> Inventory:
         inventory = msgspec.json.decode(raw, type=Inventory)
         if outside := [name for name in inventory.files if Path(name).is_absolute() or ".." in Path(name).parts]:
             raise CheckpointError(f"{directory} must hold its files, got {outside[0]} in its {_INVENTORY}; {cure}")
-        if inventory.own_sha256 not in ("", inventory.digest()):  # earlier versions wrote none
+        without = raw.replace(_own(inventory.own_sha256), _own(""), 1)
+        if inventory.own_sha256 not in ("", hashlib.sha256(without).hexdigest()):  # earlier versions wrote none
             raise CheckpointError(
                 f"{directory / _INVENTORY} must be as it was written, got another checksum; the checkpoint is damaged, resume from another step"
             )
@@ -140,6 +136,11 @@ def flush(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def _own(checksum: str) -> bytes:
+    """The field `own_sha256` in the file."""
+    return f'"own_sha256":"{checksum}"'.encode()
 
 
 def _check_file(path: Path, record: FileRecord) -> None:
