@@ -27,6 +27,8 @@ UNDECLARED = ("triton",)
 TESTS = (
     "tests/trainer/test_megatron_rank.py",
     "tests/trainer/test_megatron_group.py",
+    "tests/trainer/test_megatron_run.py",
+    "tests/trainer/test_megatron_setup.py",
     "tests/trainer/test_megatron_shape.py",
     "tests/trainer/test_megatron_mapping.py",
     "tests/trainer/test_vocabulary_shard.py",

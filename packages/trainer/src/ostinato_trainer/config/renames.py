@@ -226,6 +226,8 @@ _SCORED: Final = (
     "each trajectory is scored as soon as it ends; a scorer of your own is reward.custom_reward_function, its weight among "
     "others reward.combine"
 )
+_NO_TRANSFORMER_ENGINE: Final = "it needs Transformer Engine, which is not used; sequences are packed"
+_NOT_OFFLOADED: Final = f"nothing is kept in the host's memory with Megatron; {_ACTOR}.strategy=fsdp2 can"
 _ONE_DEVICE: Final = "this version trains on one device"
 _PLAIN_LORA: Final = "adapters are plain LoRA; see actor_rollout_ref.model.lora_rank"
 _ONE_ENGINE: Final = f"there is one engine, in this process or under {_ROLLOUT}.engine_python"
@@ -298,6 +300,20 @@ UNREAD_SECTIONS: Final[dict[str, str]] = {
     "critic.megatron": "the critic is trained on one device",
     "actor_rollout_ref.ref": "the reference policy is a frozen copy of the starting weights and has no settings",
     "actor_rollout_ref.hybrid_engine": "training and sampling share one process",
+    f"{_ACTOR}.megatron.use_distributed_optimizer": "the optimizer is always distributed",
+    f"{_ACTOR}.megatron.use_dist_checkpointing": "checkpoints are whole tensors, which any layout reads",
+    f"{_ACTOR}.megatron.use_mbridge": "models are mapped by this package",
+    f"{_ACTOR}.megatron.override_transformer_config": (
+        "the model's config.json decides; actor_rollout_ref.model.enable_gradient_checkpointing computes layers again"
+    ),
+    f"{_ACTOR}.megatron.sequence_parallel": _NO_TRANSFORMER_ENGINE,
+    f"{_ACTOR}.megatron.context_parallel_size": _NO_TRANSFORMER_ENGINE,
+    f"{_ACTOR}.megatron.expert_model_parallel_size": "models with experts are not mapped",
+    f"{_ACTOR}.megatron.virtual_pipeline_model_parallel_size": "each rank has one stage of the pipeline",
+    f"{_ACTOR}.megatron.param_offload": _NOT_OFFLOADED,
+    f"{_ACTOR}.megatron.grad_offload": _NOT_OFFLOADED,
+    f"{_ACTOR}.megatron.optimizer_offload": _NOT_OFFLOADED,
+    f"{_ACTOR}.megatron.seed": "nothing random is done: dropout is off",
     "reward_model": "a reward model is a server that is asked over HTTP; see reward.reward_model.url",
     "reward_model.reward_manager": _SCORED,
     "reward_model.launch_reward_fn_async": _SCORED,

@@ -1,0 +1,77 @@
+"""A whole run with Megatron ranks: the curve of one device, across a change of layout."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ostinato_trainer.assembly import run_training
+from ostinato_trainer.backends.megatron import setup
+from ostinato_trainer.config.loading import load_config
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None,
+        reason="no megatron.core here; .ci/megatron.py makes an environment that has it",
+    ),
+]
+
+KEYS = (
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
+    "data.train_batch_size=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.rollout.n=3",
+    "data.max_response_length=48",
+    "trainer.logger=[jsonl]",
+    "trainer.device=cpu",
+)
+MEGATRON = ("actor_rollout_ref.actor.strategy=megatron", "trainer.n_gpus_per_node=2", "trainer.max_restarts=0")
+LAYOUT = "actor_rollout_ref.actor.megatron"
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float(len(solution_str) % 3)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks make Megatron run on a CPU first, with what lies beside this file."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    import megatron_on_cpu  # pyright: ignore[reportMissingImports]
+
+    made = setup.megatron_factory
+    monkeypatch.setattr(setup, "megatron_factory", lambda *args, **keys: megatron_on_cpu.OnCPU(made(*args, **keys)))
+
+
+def run(home: Path, output: Path, *overrides: str) -> list[dict[str, Any]]:
+    """The metrics of the run's steps."""
+    reward = output.parent / "reward.py"
+    reward.write_text(REWARD)
+    own = (f"trainer.default_local_dir={output}", f"reward.custom_reward_function.path={reward}")
+    run_training(load_config([home / "config.yaml"], [*KEYS, *own, *overrides]))
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if "actor/grad_norm" in record]
+
+
+def test_two_ranks_give_the_curve_of_one_device(quickstart_home: Path, tmp_path: Path) -> None:
+    """Two steps, the first over two tensor ranks and the second, from its checkpoint, over two pipeline stages: rewards, losses and norms as with
+    strategy=local."""
+    local = run(quickstart_home, tmp_path / "local", "trainer.total_training_steps=2", "trainer.save_freq=-1")
+    output = tmp_path / "megatron"
+    first = (f"{LAYOUT}.tensor_model_parallel_size=2", "trainer.total_training_steps=1", "trainer.save_freq=1")
+    second = (f"{LAYOUT}.pipeline_model_parallel_size=2", "trainer.total_training_steps=2", "trainer.save_freq=-1")
+    run(quickstart_home, output, *MEGATRON, *first)
+    ours = run(quickstart_home, output, *MEGATRON, *second)
+    assert len(ours) == len(local) == 2
+    for one, other in zip(local, ours, strict=True):
+        assert other["critic/score/mean"] == pytest.approx(one["critic/score/mean"], rel=1e-6)
+        for name in ("actor/grad_norm", "actor/pg_loss", "actor/kl_loss", "actor/ppo_kl"):
+            assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6), name
