@@ -184,7 +184,8 @@ def states_of(model: nn.Module, batch: Batch) -> Tensor:
         batch: On its device; positions count from 0 in every sequence.
     """
     starts = batch.cu_seqlens.to(torch.int32)
-    longest = int(batch.sequence_lengths.max())
+    starts_on_host = starts.to(HOST)
+    longest = int(starts_on_host.diff().max())
     token_ids = batch.token_ids.unsqueeze(0)
     return model(
         input_ids=token_ids,
@@ -194,6 +195,8 @@ def states_of(model: nn.Module, batch: Batch) -> Tensor:
             qkv_format="thd",
             cu_seqlens_q=starts,
             cu_seqlens_kv=starts,
+            cu_seqlens_q_padded=starts_on_host,  # what rotary positions read, layer by layer, without waiting for the device
+            cu_seqlens_kv_padded=starts_on_host,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         ),
