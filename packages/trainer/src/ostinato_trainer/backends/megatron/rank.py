@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,9 @@ from ostinato_trainer.backends.state import BackendState, check_frozen, fingerpr
 from ostinato_trainer.backends.token_log_probs import VocabularyShard, chosen_log_probs_of_shard
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError, BatchError, CheckpointError
+
+
+_MEMORY_KEYS: Final = "ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu, write model.enable_gradient_checkpointing=true, split the model over more ranks"
 
 
 class MegatronRank:
@@ -127,9 +130,8 @@ class MegatronRank:
             return core.states_of(stage, on_device), loss_of
 
         totals: dict[str, Any] = {}
-        keys = "ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu"
         try:
-            with out_of_memory_named("an update", keys):
+            with out_of_memory_named("an update", _MEMORY_KEYS):
                 for metrics in core.run_schedule(self.optimizer.model, trained, step, forward_only=False):
                     merge_metrics(totals, metrics)
         except BaseException:
