@@ -36,8 +36,10 @@ from ostinato_trainer.backends.token_log_probs import VocabularyShard, chosen_lo
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError, BatchError, CheckpointError
 
-
-_MEMORY_KEYS: Final = "ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu, write model.enable_gradient_checkpointing=true, split the model over more ranks"
+_MEMORY_KEYS: Final = (
+    "ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu, write model.enable_gradient_checkpointing=true, "
+    "split the model over more ranks"
+)
 
 
 class MegatronRank:
