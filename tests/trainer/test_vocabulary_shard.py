@@ -26,9 +26,12 @@ def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_ranks(work: Callable[[int, Any], Any], count: int) -> list[Any]:
     """What each of several threads, each with its place in a gloo group, makes of a rank and the group."""
     store = dist.HashStore()
+    groups: list[Any] = []  # none ends while another may still read from it
 
     def run(rank: int) -> Any:
-        return work(rank, dist.ProcessGroupGloo(store, rank, count, timedelta(seconds=60)))
+        group = dist.ProcessGroupGloo(store, rank, count, timedelta(seconds=60))
+        groups.append(group)
+        return work(rank, group)
 
     with ThreadPoolExecutor(count) as threads:
         return list(threads.map(run, range(count)))
