@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 
 warnings.simplefilter("ignore")
-if not torch.cuda.is_available():
-    import megatron_on_cpu
+import megatron_on_cpu  # noqa: E402  what is said of warnings comes first
 
-    megatron_on_cpu.install()
+megatron_on_cpu.install()
 
 from megatron.core import parallel_state  # noqa: E402  what makes it run on a CPU comes first
 

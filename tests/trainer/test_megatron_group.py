@@ -20,14 +20,15 @@ from ostinato_trainer.backends.ranks.group import RankGroup
 from ostinato_trainer.backends.ranks.processes import RankProcesses, RankProcessOptions
 from ostinato_trainer.backends.ranks.workers import RankDiedError
 from ostinato_trainer.batch import Batch
+from ostinato_trainer.errors import BackendError
 from ostinato_trainer.segments import Segment
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(240),
     pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None,
-        reason="no megatron.core here; .ci/megatron.py makes an environment that has it",
+        importlib.util.find_spec("megatron") is None or torch.cuda.is_available(),
+        reason="no megatron.core here, or a GPU; .ci/megatron.py makes an environment for CPUs",
     ),
 ]
 
@@ -126,3 +127,14 @@ def test_a_group_is_one_backend(model: Path, tmp_path: Path, num_ranks: int, ten
         group.close()
     exported = dict(LocalBackend.from_pretrained(tmp_path / "huggingface").weights()[1]())
     assert all(torch.equal(exported[name].detach().cpu(), tensor) for name, tensor in streamed.items())
+
+
+def test_a_cpu_is_refused(model: Path) -> None:
+    """Without what these tests do to it, Megatron has no use for a CPU: that is said by the key when the ranks start."""
+    factory = MegatronRankFactory(path=str(model), options=MegatronOptions(**OPTIMIZER))
+    with pytest.raises(
+        BackendError, match=r"trainer\.device must be cuda with actor_rollout_ref\.actor\.strategy=megatron, got cpu"
+    ):
+        RankGroup(
+            RankProcesses(RankProcessOptions(num_ranks=1, collective_timeout_s=120.0, call_timeout_s=200.0)), factory
+        )

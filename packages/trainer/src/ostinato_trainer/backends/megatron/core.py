@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ostinato_engines.device import HOST
+from ostinato_engines.device import CUDA, HOST
 from ostinato_trainer.backends.adamw import AdamWOptions
 from ostinato_trainer.backends.megatron.attention import PackedCausalAttention
 from ostinato_trainer.backends.megatron.shape import DecoderShape, MegatronLayout
@@ -80,6 +80,20 @@ class RankGroups:
     @property
     def is_last_stage(self) -> bool:
         return self.stage == self.num_stages - 1
+
+
+def check_device(device: torch.device) -> None:
+    """Raises BackendError where Megatron, which takes CUDA's current device whatever it is told, would not compute on `device`."""
+    try:
+        current: object = torch.cuda.current_device()
+    except (AssertionError, RuntimeError):  # torch is without CUDA, or there is no device
+        current = None
+    fits = device.index in (None, current) if device.type == CUDA else current == device.type
+    if current is None or not fits:
+        raise BackendError(
+            f"trainer.device must be {CUDA} with actor_rollout_ref.actor.strategy=megatron, got {device}; "
+            f"write trainer.device={CUDA}, or use the strategy fsdp2, which also trains on CPUs"
+        )
 
 
 def join_groups(layout: MegatronLayout, *, timeout_s: float) -> RankGroups:

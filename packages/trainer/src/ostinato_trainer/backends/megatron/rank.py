@@ -56,9 +56,11 @@ class MegatronRank:
             timeout_s: How long a collective may wait.
 
         Raises:
-            BackendError: an option is out of range, the model is not mapped, it or the ranks do not divide, or its weights cannot be read.
+            BackendError: an option is out of range, the device is none for Megatron, the model is not mapped, it or the ranks do not divide, or its
+                weights cannot be read.
         """
         options.check()
+        core.check_device(device)
         folder = Path(path).expanduser()
         path = folder if folder.is_dir() else path
         config = model_config(path)
