@@ -44,11 +44,15 @@ def run(home: Path, output: Path, *overrides: str, on_step: Any = None) -> list[
 
 
 def test_two_ranks_give_the_curve_of_one_device(quickstart_home: Path, tmp_path: Path) -> None:
-    """Three steps, of which the third is taken up from the second's checkpoint: rewards, losses and norms as with strategy=local."""
-    local = run(quickstart_home, tmp_path / "local", "trainer.total_training_steps=3", "trainer.save_freq=-1")
-    sharded = run(quickstart_home, tmp_path / "sharded", *SHARDED, "trainer.total_training_steps=2", "trainer.save_freq=2")
-    sharded = run(quickstart_home, tmp_path / "sharded", *SHARDED, "trainer.total_training_steps=3", "trainer.save_freq=-1")
-    assert len(sharded) == len(local) == 3
+    """Two steps, of which the second is taken up from the checkpoint of the first: rewards, losses and norms as with strategy=local."""
+    local = run(quickstart_home, tmp_path / "local", "trainer.total_training_steps=2", "trainer.save_freq=-1")
+    sharded = run(
+        quickstart_home, tmp_path / "sharded", *SHARDED, "trainer.total_training_steps=1", "trainer.save_freq=1"
+    )
+    sharded = run(
+        quickstart_home, tmp_path / "sharded", *SHARDED, "trainer.total_training_steps=2", "trainer.save_freq=-1"
+    )
+    assert len(sharded) == len(local) == 2
     for one, other in zip(local, sharded, strict=True):
         assert other["critic/score/mean"] == pytest.approx(one["critic/score/mean"], rel=1e-6)
         for name in ("actor/grad_norm", "actor/pg_loss", "actor/kl_loss", "actor/ppo_kl"):
@@ -67,7 +71,14 @@ def test_a_killed_rank_ends_the_run_and_leaves_no_process(quickstart_home: Path,
             os.kill(ranks[1], signal.SIGKILL)
 
     with pytest.raises(RankDiedError, match="rank 1 of 2 must live .* was killed by signal 9"):
-        run(quickstart_home, tmp_path / "run", *SHARDED, "trainer.total_training_steps=3", "trainer.save_freq=-1", on_step=kill)
+        run(
+            quickstart_home,
+            tmp_path / "run",
+            *SHARDED,
+            "trainer.total_training_steps=3",
+            "trainer.save_freq=-1",
+            on_step=kill,
+        )
     assert len(killed) == 2
     assert not [pid for pid in killed if Path(f"/proc/{pid}").exists()]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank")]
