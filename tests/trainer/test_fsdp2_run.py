@@ -70,7 +70,7 @@ def test_a_killed_rank_ends_the_run_and_leaves_no_process(quickstart_home: Path,
             killed.extend(ranks)
             os.kill(ranks[1], signal.SIGKILL)
 
-    with pytest.raises(RankDiedError, match="rank 1 of 2 must live .* was killed by signal 9"):
+    with pytest.raises(RankDiedError, match=r"rank 1 of 2 must live .* was killed by signal 9"):
         run(
             quickstart_home,
             tmp_path / "run",
