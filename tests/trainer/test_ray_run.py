@@ -1,4 +1,4 @@
-"""Whole runs whose engines and agent workers are actors, on a real cluster of this host."""
+"""Whole runs whose ranks, engines and agent workers are actors, on a real cluster of this host."""
 
 from __future__ import annotations
 
@@ -18,6 +18,22 @@ from ostinato_rollout.ray_cluster.testing import local_cluster
 
 REWARD = """async def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(letter.isdigit() for letter in solution_str) / max(1, len(solution_str))
+"""
+KILLING = """import os
+import signal
+from pathlib import Path
+
+from ostinato_rollout.ray_cluster.testing import descendants
+
+MARK = Path(__file__).with_name("killed_once")
+
+
+class Killing:
+    def on_step_end(self, step, metrics):
+        if step == 3 and not MARK.exists():
+            MARK.touch()
+            ranks = [pid for pid in sorted(descendants(os.getpid())) if b"_RankBody" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            os.kill(ranks[-1], signal.SIGKILL)
 """
 NUM_STEPS = 6
 ACTORS = ("trainer.executor=ray", "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.agent.num_workers=2")
@@ -55,13 +71,23 @@ def steps_of(home: Path, folder: Path, *overrides: str) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_a_run_of_actors_learns_as_one_process_does(quickstart_home: Path, tmp_path: Path) -> None:
-    """Two replicas and two workers give the curve of one process, for seeds know nothing of where a trajectory runs; and it rises."""
-    alone = [step["critic/score/mean"] for step in steps_of(quickstart_home, tmp_path / "local")]
-    actors = [step["critic/score/mean"] for step in steps_of(quickstart_home, tmp_path / "ray", *ACTORS)]
-    assert len(actors) == NUM_STEPS
-    assert actors == pytest.approx(alone, rel=0.05)
-    assert actors[-1] > 2 * actors[0]
+@pytest.mark.timeout(900)
+def test_a_run_of_actors_learns_as_one_process_does_though_a_rank_is_killed(
+    quickstart_home: Path, tmp_path: Path
+) -> None:
+    """Two ranks, two replicas and two workers give the curve of one process, for seeds know nothing of where a trajectory runs; it rises; and a
+    rank that is killed in the middle costs a restart from the newest checkpoint and nothing else."""
+    alone = steps_of(quickstart_home, tmp_path / "local")
+    (tmp_path / "killing.py").write_text(KILLING)
+    callback = f"trainer.callbacks=[{tmp_path}/killing.py:Killing]"
+    ranks = ("actor_rollout_ref.actor.strategy=fsdp2", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=1", callback)
+    actors = steps_of(quickstart_home, tmp_path / "ray", *ACTORS, *ranks)
+    assert [step["step"] for step in actors] == list(range(1, NUM_STEPS + 1))
+    scores = [[step["critic/score/mean"] for step in steps] for steps in (alone, actors)]
+    assert scores[1] == pytest.approx(scores[0], rel=0.05)
+    assert scores[1][-1] > 2 * scores[1][0]
+    assert actors[-1]["training/num_restarts"] == 1.0
+    assert "of 2 must live" in next(step["restart_1"] for step in actors if "restart_1" in step)
 
 
 @pytest.mark.slow
