@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from ostinato_engines.device import CUDA, HOST, pick_device
+from ostinato_engines.device import CUDA, HOST, device_count, pick_device
 from ostinato_trainer.backends.base import TrainingBackend
 from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions
 from ostinato_trainer.config import Config
@@ -67,9 +67,7 @@ def _processes(config: Config, options: LocalBackendOptions) -> RankWorkers:
     timeout_s, num_ranks = config.actor_rollout_ref.nccl_timeout, config.trainer.n_gpus_per_node
     device = _kind(options)
     if device == CUDA:
-        import torch
-
-        if num_ranks > (found := torch.cuda.device_count()):
+        if num_ranks > (found := device_count(CUDA)):
             raise BackendError(
                 f"trainer.n_gpus_per_node must be at most the machine's {found} devices, got {num_ranks}; "
                 f"write trainer.n_gpus_per_node={found}"
