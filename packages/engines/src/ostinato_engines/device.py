@@ -89,6 +89,11 @@ def set_device(device: "str | torch.device") -> None:
         setter(int(str(device).partition(":")[2]))
 
 
+def current_device(kind: str) -> object:
+    """What torch calls the current device of a kind, an index; errors as torch's own where there is none."""
+    return _backend(kind).current_device()
+
+
 def synchronize(device: "str | torch.device") -> None:
     """Waits until everything queued on the device has run."""
     backend = _backend(device_kind(device))

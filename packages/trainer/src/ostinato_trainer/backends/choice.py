@@ -66,12 +66,11 @@ def _processes(config: Config, options: LocalBackendOptions) -> RankWorkers:
 
     timeout_s, num_ranks = config.actor_rollout_ref.nccl_timeout, config.trainer.n_gpus_per_node
     device = _kind(options)
-    if device == CUDA:
-        if num_ranks > (found := device_count(CUDA)):
-            raise BackendError(
-                f"trainer.n_gpus_per_node must be at most the machine's {found} devices, got {num_ranks}; "
-                f"write trainer.n_gpus_per_node={found}"
-            )
+    if device == CUDA and num_ranks > (found := device_count(CUDA)):
+        raise BackendError(
+            f"trainer.n_gpus_per_node must be at most the machine's {found} devices, got {num_ranks}; "
+            f"write trainer.n_gpus_per_node={found}"
+        )
     return RankProcesses(
         RankProcessOptions(
             num_ranks=num_ranks,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ostinato_engines.device import CUDA, HOST
+from ostinato_engines.device import CUDA, HOST, current_device
 from ostinato_trainer.backends.adamw import AdamWOptions
 from ostinato_trainer.backends.megatron.attention import PackedCausalAttention
 from ostinato_trainer.backends.megatron.shape import DecoderShape, MegatronLayout
@@ -85,7 +85,7 @@ class RankGroups:
 def check_device(device: torch.device) -> None:
     """Raises BackendError where Megatron, which takes CUDA's current device whatever it is told, would not compute on `device`."""
     try:
-        current: object = torch.cuda.current_device()
+        current: object = current_device(CUDA)
     except (AssertionError, RuntimeError):  # torch is without CUDA, or there is no device
         current = None
     fits = device.index in (None, current) if device.type == CUDA else current == device.type

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
 
 from ostinato_engines import WeightManifest
+from ostinato_engines.device import CUDA, set_device
 from ostinato_trainer.backends.base import EntropyMode, LossFn, OptimizerStats
 from ostinato_trainer.backends.ranks.base import RankAddress, RankBackend, RankFactory, RankPlace
 from ostinato_trainer.batch import Batch
@@ -115,9 +116,9 @@ def join(address: RankAddress) -> torch.device:
         BackendError: the others did not come in time.
     """
     device = torch.device(address.device)
-    on_cuda = device.type == "cuda"
+    on_cuda = device.type == CUDA
     if on_cuda:
-        torch.cuda.set_device(device)
+        set_device(device)
     elif address.interface is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = address.interface
     timeout = timedelta(seconds=address.timeout_s)
