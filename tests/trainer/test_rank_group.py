@@ -175,6 +175,38 @@ def assert_same_weights(group: RankGroup, local: LocalBackend) -> None:
         torch.testing.assert_close(tensor, other, rtol=1e-11, atol=1e-13, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_checkpointing": True, "reshard_after_forward": False, "optimizer_offload": True},
+        {"param_offload": True, "use_remove_padding": False},
+    ],
+)
+def test_ways_to_save_memory_change_no_number(model_folder: Path, options: dict[str, bool]) -> None:
+    """Recomputed layers, layers that stay gathered, moments or weights in the host's memory, and padding: two steps are those of one device. A
+    gradient that is not finite is skipped by both, and the weights are as before."""
+    workers = RankProcesses(RankProcessOptions(num_ranks=2))
+    group = RankGroup(workers, Fsdp2Factory(str(model_folder), Fsdp2Options(**OPTIONS, **options)))
+    try:
+        local = LocalBackend.from_pretrained(model_folder, LocalBackendOptions(device="cpu", **OPTIONS))
+        loss = policy_loss_fn(PolicyLossOptions(kl_loss_coef=0.1))
+        for number in range(2):
+            batch = trained(make_batch(number), local)
+            for backend in (group, local):
+                backend.forward_backward(batch.split_by_count(2), loss, temperature=0.9)
+            assert group.optimizer_step().grad_norm == pytest.approx(local.optimizer_step().grad_norm, rel=1e-11)
+        wrong = dataclasses.replace(batch, loss_weights=batch.loss_weights * float("inf"))
+        for backend in (group, local):
+            backend.forward_backward([wrong], loss, temperature=0.9)
+            assert backend.optimizer_step().skipped
+        assert group.policy_version == 2
+        assert_same_weights(group, local)
+    finally:
+        group.close()
+
+
+@pytest.mark.slow
 def test_an_error_of_one_rank_is_told(model_folder: Path) -> None:
     """A token outside the vocabulary, which only one rank has, ends the group with that error; afterwards it says that it is closed."""
     workers = RankProcesses(RankProcessOptions(num_ranks=2))

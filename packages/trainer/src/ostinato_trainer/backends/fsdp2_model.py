@@ -100,7 +100,9 @@ class ShardedModel:
             return self._root(function)
         finally:
             if not torch.is_grad_enabled():  # else the backward pass does it
-                self._root.reshard()
+                for module in self._root.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
 
     def give_up(self) -> None:
         """Forgets a pass that failed on the way, on this rank; slices and whole values are as before it."""
