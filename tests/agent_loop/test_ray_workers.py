@@ -376,11 +376,12 @@ async def test_a_start_that_fails_leaves_no_worker(pool_of):
     def no_tools():
         raise ToolError("tools must be there, got none")
 
-    for spec, placement, error, words in (
-        (spec_of(make_tools=no_tools), SMALL, ToolError, "must be there"),
-        (spec_of(), ActorPlacement(num_cpus=1000), ClusterError, "place for 1000 CPU"),
+    for spec, placement, error, words, start_timeout_s in (
+        (spec_of(make_tools=no_tools), SMALL, ToolError, "must be there", 120.0),
+        # The first worker must be there before the second, for which there is no room, has waited for as long as this.
+        (spec_of(), ActorPlacement(num_cpus=1000), ClusterError, "place for 1000 CPU", 30.0),
     ):
-        workers = RayWorkers(spec, pool, placements=[SMALL, placement], start_timeout_s=8.0)
+        workers = RayWorkers(spec, pool, placements=[SMALL, placement], start_timeout_s=start_timeout_s)
         with pytest.raises(error, match=words):
             await workers.start()
         assert places(workers) == []
