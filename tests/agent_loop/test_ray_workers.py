@@ -38,6 +38,7 @@ pytest.importorskip("ray")
 pytest.importorskip("zmq")
 
 from ostinato_agent_loop.ray_workers import RayWorkers, WorkerSpec
+from ostinato_agent_loop.ray_workers import workers as workers_module
 from ostinato_rollout.ray_cluster import ActorPlacement, ClusterError, RayReplica
 from ostinato_rollout.ray_cluster.testing import CallingServer, local_cluster, wait_until_gone
 from ostinato_rollout.restarts import RestartPolicy
@@ -262,8 +263,9 @@ async def test_a_worker_that_is_lost_too_often_is_given_up(pool_of):
 
 
 @pytest.mark.slow
-async def test_a_cancelled_trajectory_is_ended_in_its_worker(pool_of):
-    """Cancelling frees the conversation, the tools and the replica, and the worker serves on."""
+async def test_a_cancelled_trajectory_is_ended_in_its_worker(pool_of, monkeypatch):
+    """Cancelling returns when the worker has ended the trajectory, and frees its conversation, tools and replica; the worker serves on."""
+    monkeypatch.setattr(workers_module, "_LETTING_GO_S", 60.0)
     pool = await pool_of(delay_s=20.0)
     async with RayWorkers(spec_of(config_of(num_workers=1)), pool, placements=[SMALL]) as workers:
         running = asyncio.ensure_future(workers.workers[0].run_trajectory(task_of(1), PARAMS))
@@ -271,6 +273,7 @@ async def test_a_cancelled_trajectory_is_ended_in_its_worker(pool_of):
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
+        assert [report.num_trajectories for report in await workers.report()] == [0]
         await idle(workers, 1, 1)
         assert workers.num_reruns == 0
 

@@ -33,6 +33,8 @@ _BEATS = 4
 _LONGEST_BEAT_S = 5.0
 """Between two questions for a sign of life, which also bring back replicas that a worker has lost from sight."""
 _CLOSE_S = 30.0
+_LETTING_GO_S = 5.0
+"""Longest wait for a cancelled trajectory to have freed what it held; it is freed later all the same."""
 
 
 class RayWorkers:
@@ -299,6 +301,8 @@ class RayWorkers:
             letting_go = asyncio.ensure_future(_let_go(process, number))
             self._letting_go.add(letting_go)
             letting_go.add_done_callback(self._letting_go.discard)
+            # Engines may be put to sleep once this returns, and a trajectory that still asks them would fail in vain.
+            await asyncio.wait([letting_go], timeout=_LETTING_GO_S)
             raise
         finally:
             worker.num_under_way -= 1
