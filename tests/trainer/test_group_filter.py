@@ -96,7 +96,7 @@ def test_limits_are_those_of_each_step_under_way() -> None:
     """Where several steps are sampled at once, each of them may drop as many groups as one alone."""
     limits = DropLimits(batch_size=4, max_failed_batches=1, max_num_gen_batches=3)
     limits.check(DropCounts(failed=12, filtered=24), "", num_steps=3)
-    with pytest.raises(TrainingInterrupted, match="batches of groups fail for each of 3 steps .* got 13 failed"):
+    with pytest.raises(TrainingInterrupted, match=r"batches of groups fail for each of 3 steps .* got 13 failed"):
         limits.check(DropCounts(failed=13), "", num_steps=3)
-    with pytest.raises(TrainingInterrupted, match="batches of prompts for each of 3 steps .* 25 filtered"):
+    with pytest.raises(TrainingInterrupted, match=r"batches of prompts for each of 3 steps .* 25 filtered"):
         limits.check(DropCounts(filtered=25), "", num_steps=3)
