@@ -108,7 +108,7 @@ def test_engines_on_machines_of_their_own_sample_ahead(quickstart_home: Path, tm
     ("overrides", "message"),
     [
         (("trainer.n_gpus_per_node=99",), r"must have 99 CPU on one node for engines, 1 such in all, while .* 16 CPU"),
-        (("trainer.device=cuda",), r"must have 2 CPU, 2 GPU on one node"),
+        (("trainer.device=cuda", "trainer.n_gpus_per_node=99"), r"must have 99 CPU, 99 GPU on one node"),
         (
             ("actor_rollout_ref.rollout.agent.agent_loop_config_path=not/there.yaml",),
             r"agent_loop_config_path=not/there.yaml must be on every node",
