@@ -23,7 +23,7 @@ from ostinato_trainer.backends.adamw import AdamW
 from ostinato_trainer.backends.base import EntropyMode, LossFn, LossOutput, MicroBatchOutput, OptimizerStats
 from ostinato_trainer.backends.fsdp2_model import ShardedModel, ShardOptions
 from ostinato_trainer.backends.local import LocalBackendOptions
-from ostinato_trainer.backends.model_passes import accumulate_gradients, check_ids, out_of_memory_named
+from ostinato_trainer.backends.model_passes import accumulate_gradients, check_ids, out_of_memory_named, tokens_to_score
 from ostinato_trainer.backends.packing import Layout
 from ostinato_trainer.backends.ranks.agreement import raise_alike
 from ostinato_trainer.backends.ranks.base import RankAddress, RankPlace
@@ -180,8 +180,7 @@ class Fsdp2Rank:
         with out_of_memory_named("log-probabilities", "ppo_max_token_len_per_gpu"):
             for micro_batch in micro_batches:
                 check_ids(micro_batch, model.lm.vocab_size)
-                wanted = micro_batch.loss_mask.clone() if loss_tokens_only else torch.ones_like(micro_batch.loss_mask)
-                wanted[micro_batch.cu_seqlens[:-1]] = False
+                wanted = tokens_to_score(micro_batch, loss_tokens_only=loss_tokens_only)
                 on_device, chosen = micro_batch.to(self._device), wanted.to(self._device)
                 found, _ = model.run(lambda: model.lm.log_probs(on_device, chosen, temperature=temperature))  # noqa: B023  called at once
                 results.append(found.to(HOST, torch.promote_types(self.options.parameter_dtype, torch.float32)))

@@ -27,6 +27,7 @@ from ostinato_trainer.backends.model_passes import (
     check_ids,
     check_temperature,
     out_of_memory_named,
+    tokens_to_score,
 )
 from ostinato_trainer.backends.packing import Layout
 from ostinato_trainer.backends.state import (
@@ -193,8 +194,7 @@ class LocalBackend:
             raise BackendError(
                 "keep_reference must be true for log-probabilities of the reference, got false; set use_kl_loss"
             )
-        wanted = batch.loss_mask.clone() if loss_tokens_only else torch.ones_like(batch.loss_mask)
-        wanted[batch.cu_seqlens[:-1]] = False
+        wanted = tokens_to_score(batch, loss_tokens_only=loss_tokens_only)
         result = torch.zeros(batch.num_tokens, dtype=torch.promote_types(self._lm.dtype, torch.float32))
         base_only = self._lora.off() if reference and self._lora is not None else nullcontext()
         with base_only, out_of_memory_named("log-probabilities", "ppo_max_token_len_per_gpu"):

@@ -20,6 +20,13 @@ from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError, BatchError
 
 
+def tokens_to_score(batch: Batch, *, loss_tokens_only: bool) -> Tensor:
+    """bool [T]: all tokens, or the trained ones, but never the first of a sequence, which nothing predicts."""
+    wanted = batch.loss_mask.clone() if loss_tokens_only else torch.ones_like(batch.loss_mask)
+    wanted[batch.cu_seqlens[:-1]] = False
+    return wanted
+
+
 def accumulate_gradients(
     micro_batches: Sequence[Batch],
     loss_of: Callable[[Batch], LossOutput],

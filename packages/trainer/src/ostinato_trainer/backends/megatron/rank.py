@@ -28,7 +28,13 @@ from ostinato_trainer.backends.megatron.options import MegatronOptions
 from ostinato_trainer.backends.megatron.pretrained import PretrainedTensors, model_config, rotary_frequencies
 from ostinato_trainer.backends.megatron.shape import DecoderShape
 from ostinato_trainer.backends.megatron.tensors import ModelTensors
-from ostinato_trainer.backends.model_passes import check_ids, check_temperature, merge_metrics, out_of_memory_named
+from ostinato_trainer.backends.model_passes import (
+    check_ids,
+    check_temperature,
+    merge_metrics,
+    out_of_memory_named,
+    tokens_to_score,
+)
 from ostinato_trainer.backends.ranks.agreement import raise_alike
 from ostinato_trainer.backends.ranks.base import RankPlace
 from ostinato_trainer.backends.state import BackendState, check_frozen, fingerprint
@@ -170,8 +176,7 @@ class MegatronRank:
 
         def step(stage: nn.Module, micro_batch: Batch) -> tuple[Tensor, Callable[..., Tensor]]:
             on_device = micro_batch.to(self._device)
-            wanted = on_device.loss_mask.clone() if loss_tokens_only else torch.ones_like(on_device.loss_mask)
-            wanted[on_device.cu_seqlens[:-1]] = False
+            wanted = tokens_to_score(on_device, loss_tokens_only=loss_tokens_only)
 
             def answer(states: Tensor, non_loss_data: bool = True) -> Tensor:
                 return self._log_probs(model, states, on_device, wanted, temperature, EntropyMode.OFF)[0].cpu()
