@@ -24,8 +24,9 @@ from transformers import (
     Qwen3Model,
 )
 
-from ostinato_trainer.backends import packing
-from ostinato_trainer.backends.packing import PACKED_ATTENTION, FlatModel, Layout, packed_attention
+from ostinato_trainer.backends import packed_attention as packed_attention_module
+from ostinato_trainer.backends.packed_attention import PACKED_ATTENTION, packed_attention
+from ostinato_trainer.backends.packing import FlatModel, Layout
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError
 from ostinato_trainer.segments import Segment
@@ -214,7 +215,7 @@ def test_rotations_that_depend_on_the_longest_sequence_are_said(caplog):
 @pytest.mark.parametrize("kind", ["qwen3", "window"])
 def test_where_key_heads_cannot_be_shared_each_head_has_its_own(monkeypatch, kind):
     """As on CUDA outside flash attention, torch is handed as many key heads as heads; answers and gradients are the same."""
-    batch, attention = batch_of([6, 2, 5]), packing.functional.scaled_dot_product_attention
+    batch, attention = batch_of([6, 2, 5]), packed_attention_module.functional.scaled_dot_product_attention
 
     def answer():
         model, seen = make(PACKED[kind]), []
@@ -225,14 +226,14 @@ def test_where_key_heads_cannot_be_shared_each_head_has_its_own(monkeypatch, kin
             return attention(query, key, value, **options)
 
         with monkeypatch.context() as patch:
-            patch.setattr(packing.functional, "scaled_dot_product_attention", spy)
+            patch.setattr(packed_attention_module.functional, "scaled_dot_product_attention", spy)
             states = flat(batch)
         states.square().sum().backward()
         return [states.detach(), *(value.grad for value in model.parameters())], set(seen)
 
     shared, seen = answer()
     assert seen == {(False, True)}
-    monkeypatch.setattr(packing, "CUDA", "cpu")
+    monkeypatch.setattr(packed_attention_module, "CUDA", "cpu")
     own, seen = answer()
     assert seen == {(True, False)}
     torch.testing.assert_close(own, shared, rtol=1e-12, atol=1e-12)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ostinato_trainer.backends.packing import packed_attention
+from ostinato_trainer.backends.packed_attention import packed_attention
 
 
 class PackedCausalAttention(nn.Module):
