@@ -147,7 +147,7 @@ def test_each_pass_is_a_heartbeat():
     wanted[batch.cu_seqlens[:-1]] = False
     lm = CausalLM(llama())
     lm.log_probs(batch, wanted, temperature=1.0)
-    lm.states_before(batch, wanted)
+    lm.values(batch, wanted, lambda states: states.sum(-1))
     assert num_beats() == before + 2
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ostinato_trainer.backends.base import EntropyMode
 from ostinato_trainer.backends.packing import FlatModel, Layout
+from ostinato_trainer.backends.sequence_ranks import SequenceRanks
 from ostinato_trainer.backends.token_log_probs import chosen_log_probs
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError
@@ -50,6 +51,7 @@ class CausalLM:
         autocast: torch.dtype | None = None,
         remove_padding: bool = True,
         compiled: bool = False,
+        sequence_ranks: SequenceRanks | None = None,
     ) -> None:
         """
         Args:
@@ -57,7 +59,12 @@ class CausalLM:
             autocast: Type to compute in where it is not the parameters' own.
             remove_padding: Pack sequences where the model can; see `FlatModel`.
             compiled: Let torch.compile fuse the layers, and what happens to logits.
+            sequence_ranks: With whom packed rows are shared; all are asked the same.
+
+        Raises:
+            BackendError: rows cannot be shared.
         """
+        self._ranks = sequence_ranks
         self.model: nn.Module = model.eval()
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._autocast = autocast
@@ -71,6 +78,7 @@ class CausalLM:
             remove_padding=remove_padding,
             compute_dtype=autocast,
             compiled=compiled,
+            sequence_ranks=sequence_ranks,
         )
 
     @property
@@ -101,8 +109,7 @@ class CausalLM:
         Returns:
             Vectors [T], 0 without a gradient where not wanted; the second is None where it was not asked for.
         """
-        tokens = wanted.nonzero().squeeze(-1)
-        states = self._states_before(batch, tokens)
+        tokens, states = self._states_before(batch, wanted)
         with self._precision():
             chosen, spread = chosen_log_probs(
                 states,
@@ -113,20 +120,25 @@ class CausalLM:
                 entropy=entropy,
                 compiled=self._compiled,
             )
-        blank = chosen.new_zeros(batch.num_tokens)
-        return blank.index_copy(0, tokens, chosen), None if spread is None else blank.index_copy(0, tokens, spread)
+        return self._at(tokens, chosen, batch), None if spread is None else self._at(tokens, spread, batch)
 
-    def states_before(self, batch: Batch, wanted: Tensor) -> Tensor:
-        """The hidden states that the chosen tokens are predicted from, [S, hidden]. Arguments as `log_probs`.
+    def values(self, batch: Batch, wanted: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """What a head says of the chosen tokens, by the hidden states that they are predicted from: [T], 0 without a gradient elsewhere.
+
+        Args:
+            batch: As in `log_probs`.
+            wanted: As in `log_probs`.
+            head: From states [S, hidden] to numbers [S].
 
         Raises:
-            BackendError: the model does not expose them.
+            BackendError: the model does not expose its hidden states.
         """
         if not self._chunked:
             raise BackendError(
                 f"the model must expose its hidden states, got {type(self.model).__name__}, which does not; use another"
             )
-        return self._states_before(batch, wanted.nonzero().squeeze(-1))
+        tokens, states = self._states_before(batch, wanted)
+        return self._at(tokens, head(states), batch)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Parameters (tied ones once) and persistent buffers by name, in the model's order."""
@@ -151,11 +163,21 @@ class CausalLM:
     def _precision(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._autocast is None else torch.autocast(self.device.type, self._autocast)
 
-    def _states_before(self, batch: Batch, tokens: Tensor) -> Tensor:
-        """[S, hidden]: the states from which the tokens at the flat positions `tokens` (int64 [S]) are predicted."""
-        states = self._flat(batch).index_select(0, tokens - 1)
+    def _states_before(self, batch: Batch, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """The flat positions of chosen tokens (int64 [S]), of those that this rank answers for where rows are shared, and the states that they are
+        predicted from, [S, hidden]."""
+        tokens = wanted.nonzero().squeeze(-1)
+        places = tokens - 1
+        if self._ranks is not None:
+            tokens, places = self._ranks.predicted_here(tokens, batch.num_tokens)
+        states = self._flat(batch).index_select(0, places)
         beat()
-        return states
+        return tokens, states
+
+    def _at(self, tokens: Tensor, values: Tensor, batch: Batch) -> Tensor:
+        """[T]: `values` at `tokens`, with those of the other ranks where rows are shared; 0 elsewhere."""
+        placed = values.new_zeros(batch.num_tokens).index_copy(0, tokens, values)
+        return placed if self._ranks is None else self._ranks.whole(placed)
 
     def _head_is_all(self, head: nn.Module) -> bool:
         """Whether the logits are the output layer's and nothing more: some models scale or cap them afterwards.

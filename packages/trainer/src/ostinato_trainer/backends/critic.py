@@ -145,7 +145,8 @@ class LocalCritic:
 
     def _values(self, batch: Batch) -> Tensor:
         """float [T], of a batch on the device; 0 outside the loss mask."""
-        states = self._lm.states_before(batch, batch.loss_mask).to(self._dtype)
+        return self._lm.values(batch, batch.loss_mask, self._of_states)
+
+    def _of_states(self, states: Tensor) -> Tensor:
         head = self._model.score
-        found = functional.linear(states, head.weight, head.bias).squeeze(-1)
-        return found.new_zeros(batch.num_tokens).masked_scatter(batch.loss_mask, found)
+        return functional.linear(states.to(self._dtype), head.weight, head.bias).squeeze(-1)

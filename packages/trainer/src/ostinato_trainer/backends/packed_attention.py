@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ostinato_engines.device import CUDA
+from ostinato_trainer.backends.sequence_ranks import SequenceRanks
 from ostinato_trainer.errors import BackendError
 
 PACKED_ATTENTION: Final = "ostinato_packed"
@@ -68,6 +69,7 @@ def packed_attention(
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    sequence_ranks: SequenceRanks | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence of a packed row, as `transformers` calls an attention function.
@@ -84,13 +86,14 @@ def packed_attention(
         is_causal: Must not be false.
         cu_seq_lens_q: int32 [N+1]; sequence n is the tokens from entry n to entry n+1.
         max_length_q: Longest sequence.
+        sequence_ranks: With whom the row is shared; query, key and value are of this rank's stretch of it then, and so is what is returned.
         others: What else the model says of its attention.
 
     Returns:
         float [1, T, heads, width], and no weights.
 
     Raises:
-        BackendError: the model asks for an attention that this is not.
+        BackendError: the model asks for an attention that this is not, or has heads that the ranks cannot share.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -99,11 +102,21 @@ def packed_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
         )
     _check_kind(module, dropout, is_causal, others)
+    if sequence_ranks is None:
+        return _attended(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window).transpose(1, 2), None
+    sequence_ranks.check_heads(query.shape[1])
+    query, key, value = (sequence_ranks.heads(states) for states in (query, key, value))
+    attended = _attended(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+    return sequence_ranks.tokens(attended).transpose(1, 2), None
+
+
+def _attended(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None, window: int | None
+) -> Tensor:
+    """[1, heads, T, width], by whatever is fastest here."""
     if query.device.type == CUDA and query.dtype in (torch.float16, torch.bfloat16) and _VARLEN is not None:
-        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window).unsqueeze(0), None
-    segments = query, key, value, cu_seq_lens_q, scaling, sliding_window
-    attended = _by_sequence(*segments)  # pyright: ignore[reportCallIssue]  the decorator's stub knows no arguments
-    return attended.transpose(1, 2), None
+        return _varlen(query, key, value, starts, longest, scaling, window).transpose(0, 1).unsqueeze(0)
+    return _by_sequence(query, key, value, starts, scaling, window)  # pyright: ignore[reportCallIssue]  the decorator's stub knows no arguments
 
 
 @torch.compiler.disable  # it would be compiled anew for every number of sequences

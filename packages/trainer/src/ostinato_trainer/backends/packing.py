@@ -9,6 +9,7 @@ model's own sees its neighbours in a packed row, and such a model is padded.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, Final
 
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ostinato_trainer.backends.packed_attention import PACKED_ATTENTION, as_packed, register_packed_attention
+from ostinato_trainer.backends.sequence_ranks import SEQUENCE_KEY, SequenceRanks
 from ostinato_trainer.batch import Batch
+from ostinato_trainer.errors import BackendError
 from ostinato_trainer.segments import Segment
 
 _logger = logging.getLogger(__name__)
@@ -43,6 +46,7 @@ class FlatModel:
         remove_padding: bool = True,
         compute_dtype: torch.dtype | None = None,
         compiled: bool = False,
+        sequence_ranks: SequenceRanks | None = None,
     ) -> None:
         """
         Args:
@@ -53,16 +57,23 @@ class FlatModel:
             compute_dtype: What to compute in, where it is not the parameters' own type: their copies in it are made for each pass, and
                 gradients come back, and add up, in the parameters' type.
             compiled: Let torch.compile fuse each of the model's layers.
+            sequence_ranks: With whom rows are shared; the model must be one that can be packed then.
+
+        Raises:
+            BackendError: rows cannot be shared, as the model cannot be packed.
         """
+        self._ranks = sequence_ranks
         self._model, self._output, self._compute_dtype = model, output, compute_dtype
         self.layout = Layout.PADDED
         self.reason = "use_remove_padding is false"
         """Why the layout is what it is."""
         if remove_padding:
             self._pack_if_possible()
+        kinds = sorted(_moving_rotations(model))
+        if sequence_ranks is not None:
+            self._check_shared(kinds)
         if compiled:
             _compile_layers(model)
-        kinds = sorted(_moving_rotations(model))
         if kinds:
             _logger.warning(
                 "%s has rotary positions of kind %s, which depend on the longest sequence of a forward pass: where one is longer than the "
@@ -75,21 +86,28 @@ class FlatModel:
         _logger.log(level, "%s runs %s: %s", type(model).__name__, self.layout, self.reason)
 
     def __call__(self, batch: Batch) -> Tensor:
-        """float [T, width]: a row for each token of the batch, in its order."""
+        """float [T, width]: a row for each token of the batch, in its order; where rows are shared, for each of this rank's stretch of them."""
         return self._packed(batch) if self.layout is Layout.PACKED else self._padded(batch)
 
     def _packed(self, batch: Batch) -> Tensor:
-        starts = batch.cu_seqlens.to(torch.int32)
+        token_ids, positions, starts = batch.token_ids, _positions(batch), batch.cu_seqlens.to(torch.int32)
         longest = int(batch.sequence_lengths.max())
+        shared: dict[str, SequenceRanks] = {}
+        if self._ranks is not None:
+            token_ids, positions = self._ranks.own(token_ids), self._ranks.own(positions)
+            starts = self._ranks.sequences(starts, batch.num_tokens)
+            longest = max(longest, self._ranks.size - 1)  # what fills up is shorter than that
+            shared["sequence_ranks"] = self._ranks
         with as_packed():
             outputs = self._call(
-                input_ids=batch.token_ids.unsqueeze(0),
-                position_ids=_positions(batch).unsqueeze(0),
+                input_ids=token_ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
                 use_cache=False,
                 cu_seq_lens_q=starts,
                 cu_seq_lens_k=starts,
                 max_length_q=longest,
                 max_length_k=longest,
+                **shared,
             )
         return getattr(outputs, self._output).squeeze(0)
 
@@ -118,7 +136,10 @@ class FlatModel:
                     self._model.set_attn_implementation(before)
                     expected = self._padded(batch)
                     self._model.set_attn_implementation(PACKED_ATTENTION)
-                    found = found or _difference(expected, self._packed(batch))
+                    rows = self._packed(batch)
+                    if self._ranks is not None:
+                        rows = self._ranks.gathered(rows, batch.num_tokens)
+                    found = found or _difference(expected, rows)
         finally:
             self._compute_dtype = compute
         return found
@@ -132,6 +153,16 @@ class FlatModel:
             if parameter.is_floating_point()
         }
         return functional_call(self._model, copies, kwargs=inputs)
+
+    def _check_shared(self, moving_rotations: Sequence[str]) -> None:
+        """Raises BackendError where ranks cannot share rows."""
+        reason = self.reason if self.layout is Layout.PADDED else None
+        if moving_rotations:
+            reason = f"it has rotary positions of kind {', '.join(moving_rotations)}, which depend on the longest sequence at hand"
+        if reason is not None:
+            raise BackendError(
+                f"{SEQUENCE_KEY} must be 1 for {type(self._model).__name__}, which cannot share packed rows: {reason}; write {SEQUENCE_KEY}=1"
+            )
 
     def _pack_if_possible(self) -> None:
         """Sets the layout and the reason; leaves the model as it was where it stays padded."""
