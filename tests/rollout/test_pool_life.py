@@ -11,6 +11,7 @@ import pytest
 from ostinato_engines import (
     AsyncServerBase,
     EngineCrashedError,
+    EngineNotReadyError,
     EngineState,
     Health,
     PauseMode,
@@ -679,6 +680,38 @@ async def test_a_sleeping_pool_takes_weights(started):
     assert set(pool.states.values()) == {ReplicaState.ASLEEP}
     await pool.wake_up(["kv_cache"])
     assert (serving(pool), pool.policy_version) == ([0, 1], 1)
+
+
+class DeepSleeper(Engine):
+    """Gives up the memory of its weights, too, however it sleeps, as vLLM does."""
+
+    def __init__(self):
+        super().__init__()
+        self.asleep = set()
+
+    async def sleep(self, level=1):
+        self.asleep = {"kv_cache", "weights"}
+
+    async def wake_up(self, tags=None):
+        self.asleep -= self.asleep if tags is None else set(tags)
+
+    async def update_weights(self, manifest, weights):
+        if "weights" in self.asleep:
+            raise EngineNotReadyError("weights must be awake")
+        await super().update_weights(manifest, weights)
+
+
+async def test_a_sleeping_engine_has_memory_for_the_weights_that_it_takes(started):
+    """An engine whose weights are asleep gets their memory back before new ones come, and stays in service; the rest sleeps on."""
+    engines = [DeepSleeper(), DeepSleeper()]
+    pool, _, _ = await started(engines=engines)
+    await pool.sleep()
+    await pool.update_weights(manifest(1), list)
+    assert (set(pool.states.values()), pool.lost) == ({ReplicaState.ASLEEP}, {})
+    assert [engine.asleep for engine in engines] == [{"kv_cache"}] * 2
+    await pool.wake_up()
+    assert (serving(pool), pool.policy_version) == ([0, 1], 1)
+    assert not any(engine.asleep for engine in engines)
 
 
 # Drain and replace

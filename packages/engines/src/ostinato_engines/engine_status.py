@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from ostinato_engines.errors import EngineClosedError, EngineCrashedError, EngineInputError, EngineNotReadyError
 from ostinato_engines.types import EngineState, PauseMode
 
-SLEEP_TAGS = ("kv_cache", "weights")
+WEIGHTS = "weights"
+SLEEP_TAGS = ("kv_cache", WEIGHTS)
 """The parts of an engine that can sleep: level 1 the first, level 2 both."""
 
 
@@ -83,5 +84,5 @@ class EngineStatus:
 
     def require_awake_weights(self) -> None:
         """Raises where there is no memory that weights could go to."""
-        if "weights" in self.asleep:
+        if WEIGHTS in self.asleep:
             raise EngineNotReadyError("weights must be awake, are asleep; call wake_up(['weights']) first")

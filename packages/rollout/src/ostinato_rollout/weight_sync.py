@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from ostinato_engines import PauseMode, UnsupportedError, WeightManifest
+from ostinato_engines.engine_status import WEIGHTS
 from ostinato_rollout.errors import ReplicaError
 from ostinato_rollout.fleet import Fleet
 from ostinato_rollout.patience import to_its_end
@@ -78,6 +79,8 @@ class WeightSync:
             await self._pause(replica, mode)
 
         async def update(replica: Replica) -> None:
+            if replica.index in self._asleep:  # some engines give up their weights' memory, too, however they sleep
+                await replica.server.wake_up([WEIGHTS])
             self._begun.add(replica.index)
             await give_weights(replica, manifest, make_weights)
             self._done.add(replica.index)
