@@ -14,6 +14,66 @@ ROLLOUT = "actor_rollout_ref.rollout"
 BASE = ("actor_rollout_ref.model.path=m", "data.train_files=a.parquet", "trainer.device=cpu")
 
 
+class Sleeper(ScriptedServer):
+    """Says "a" and ends; keeps whether it was awake when it was asked, and how often it slept."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda request: [5, 2])
+        self.is_asleep, self.num_sleeps = False, 0
+
+    async def generate(self, *arguments, **named):
+        assert not self.is_asleep
+        return await super().generate(*arguments, **named)
+
+    async def sleep(self, level=1):
+        self.is_asleep = True
+        self.num_sleeps += 1
+
+    async def wake_up(self, tags=None):
+        self.is_asleep = False
+
+
+@pytest.mark.parametrize(("keys", "num_sleeps"), [((), 0), ((f"{ROLLOUT}.free_cache_engine=true",), 2)])
+async def test_engines_sleep_between_batches_where_they_are_to(keys, num_sleeps):
+    """`free_cache_engine` lets the engine of a run in one process sleep after each batch and wake for the next; by default it stays awake."""
+    config, tokenizer, server = load_config([], [*BASE, *keys]), tiny_chat_tokenizer(), Sleeper()
+    tools = make_tool_executor(config.actor_rollout_ref.rollout.multi_turn, tokenizer)
+    pool = ServerPool([server], health_interval_s=None)
+    manager, _ = build_manager(config, tokenizer, pool, tools, RewardManager(config.reward, tokenizer))
+    await pool.start()
+    try:
+        for step in (1, 2):
+            rows = [
+                {
+                    "prompt": [{"role": "user", "content": "a"}],
+                    "data_source": "d",
+                    "reward_model": {"ground_truth": "1"},
+                }
+            ]
+            await manager.generate_sequences(rows, step=step)
+    finally:
+        await manager.close()
+        await pool.shutdown()
+    assert len(server.requests) == 2
+    assert (server.num_sleeps, server.is_asleep) == (num_sleeps, bool(num_sleeps))
+
+
+@pytest.mark.parametrize(
+    ("keys", "engines_sleep"),
+    [
+        ((), False),
+        (("trainer.executor=ray",), True),
+        (("trainer.executor=ray", f"{ROLLOUT}.free_cache_engine=false"), False),
+        (("trainer.executor=ray", f"{ROLLOUT}.nnodes=1"), False),
+        (("trainer.executor=ray", "trainer.max_staleness=1"), False),
+        ((f"{ROLLOUT}.free_cache_engine=true",), True),
+    ],
+)
+def test_engines_sleep_where_they_take_turns_with_training(keys, engines_sleep):
+    """By default engines sleep where a cluster's places are shared and nothing is sampled ahead; the key changes that."""
+    assert load_config([], [*BASE, *keys]).engines_sleep is engines_sleep
+
+
 @pytest.fixture
 def context_of():
     """What trajectories are given under some keys."""

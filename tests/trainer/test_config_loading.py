@@ -137,7 +137,7 @@ def test_unknown_keys_name_the_right_one(override: str, right: str) -> None:
         ("critic.enable=true", "exactly where algorithm.adv_estimator needs values"),
         ("actor_rollout_ref.ref.log_prob_micro_batch_size=1", "reference policy"),
         ("async_training.staleness_threshold=0.1", "trainer.max_staleness"),
-        (f"{ROLLOUT}.free_cache_engine=true", "keeps its memory"),
+        (f"{ROLLOUT}.load_format=dummy", "loads the model's files"),
         (f"{ACTOR}.strategy=fsdp", "write actor_rollout_ref.actor.strategy=fsdp2"),
         ("data.return_raw_chat=false", "tokenized a second time"),
         (f"{ROLLOUT}.mode=sync", "synchronous engine"),

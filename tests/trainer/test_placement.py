@@ -116,6 +116,14 @@ def test_a_small_machine_does_not_take_the_place_of_a_large_one() -> None:
             ),
             "actor_rollout_ref.rollout.n_gpus_per_node must be a multiple",
         ),
+        (
+            (
+                "trainer.executor=local",
+                "trainer.max_staleness=1",
+                "actor_rollout_ref.rollout.free_cache_engine=true",
+            ),
+            "write actor_rollout_ref.rollout.free_cache_engine=null",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_its_keys(overrides: tuple[str, ...], message: str) -> None:

@@ -21,7 +21,7 @@ from ostinato_agent_loop import (
     load_manager_class,
     make_tool_executor,
 )
-from ostinato_engines.device import seed_all
+from ostinato_engines.device import empty_cache, pick_device, seed_all
 from ostinato_engines.versions import installed_versions
 from ostinato_rollout import ServerPool, SessionBudget, dumps_on_signal
 from ostinato_rollout.tracing import completed
@@ -192,6 +192,7 @@ async def _run(
                 GenerationWatch(config.trainer, loggers, tokenizer.decode),
                 *own_callbacks,
                 *callbacks,
+                *making_room(config),
             ],
             critic=critic,
             kl_controller=kl_controller,
@@ -233,10 +234,26 @@ def build_manager(
     manager_class = load_manager_class(rollout.agent)
     if places is not None and manager_class is AgentLoopManager:
         return manager_and_workers(config, rollout, tokens, budget, pool, places)
+    turns = {"colocated": True} if config.engines_sleep else {}  # a class of the user's own may not know it
     manager = manager_class(
-        rollout, tokens=tokens, budget=budget, pool=pool, tools=tools, reward_fn=rewards, seed=config.rollout_seed
+        rollout,
+        tokens=tokens,
+        budget=budget,
+        pool=pool,
+        tools=tools,
+        reward_fn=rewards,
+        seed=config.rollout_seed,
+        **turns,
     )
     return manager, None
+
+
+def making_room(config: Config) -> list[StepFunction]:
+    """Where engines slept during a step: what torch still holds of the device goes back before they wake."""
+    if not config.engines_sleep:
+        return []
+    device = pick_device(config.trainer.device or "auto")
+    return [StepFunction(lambda step, metrics: empty_cache(device))]
 
 
 def backend_options(config: Config, total_steps: int) -> LocalBackendOptions:
@@ -251,7 +268,7 @@ def backend_options(config: Config, total_steps: int) -> LocalBackendOptions:
         total_steps=max(1, total_steps - warmup) * updates_per_step,
         grad_clip=actor.grad_clip,
         keep_reference=needs_reference(config),
-        max_tokens_per_forward=actor.ppo_max_token_len_per_gpu,
+        max_tokens_per_forward=actor.ppo_max_token_len_per_gpu * actor.ranks_per_pass,
         use_remove_padding=config.actor_rollout_ref.model.use_remove_padding,
         use_torch_compile=actor.use_torch_compile,
         lora=lora_options(config.actor_rollout_ref.model, seed=config.trainer.seed),

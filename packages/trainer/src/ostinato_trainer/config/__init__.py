@@ -181,6 +181,14 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return self.trainer.seed if self.data.seed is None else self.data.seed
 
     @property
+    def engines_sleep(self) -> bool:
+        """Whether engines and training take turns on devices: engines sleep while the policy is trained."""
+        rollout, trainer = self.actor_rollout_ref.rollout, self.trainer
+        if rollout.nnodes or trainer.max_staleness:
+            return False
+        return trainer.executor == "ray" if rollout.free_cache_engine is None else rollout.free_cache_engine
+
+    @property
     def rollout_seed(self) -> int:
         """The seed of sampling."""
         seed = self.actor_rollout_ref.rollout.seed

@@ -64,6 +64,10 @@ class RolloutConfig(AgentRolloutConfig, frozen=True, forbid_unknown_fields=True,
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Part of a device's memory that the engine takes for weights and cache; where the trainer uses the same device, leave it
     the rest. null: the engine's own choice, which for vLLM is nearly all."""
+    free_cache_engine: bool | None = None
+    """Let engines give their memory back while training computes: they sleep after a step's trajectories, and wake for the next. It costs
+    the time to fall asleep and to wake, and lets training have nearly the whole device. Not with `trainer.max_staleness` above 0. null: with
+    `trainer.executor=ray` they do, unless they have machines of their own; in one process they keep it."""
     enforce_eager: bool = False
     """Let the engine start faster and run slower: no graphs are captured."""
     max_num_batched_tokens: Annotated[int, Meta(ge=1)] | None = None

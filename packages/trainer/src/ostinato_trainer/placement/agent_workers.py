@@ -77,13 +77,12 @@ def manager_of(
     workers: RayWorkers,
 ) -> RolloutManager:
     """The manager over `workers`, which lets engines sleep while they share places with training. Arguments as `build_workers`."""
-    is_colocated = not config.actor_rollout_ref.rollout.nnodes and not config.trainer.max_staleness
     return AgentLoopManager(
         rollout,
         tokens=tokens,
         budget=budget,
         pool=pool,
         seed=config.rollout_seed,
-        colocated=is_colocated,
+        colocated=config.engines_sleep,
         workers=workers.workers,
     )

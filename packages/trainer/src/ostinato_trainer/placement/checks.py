@@ -15,14 +15,20 @@ _ROLLOUT: Final = "actor_rollout_ref.rollout"
 def executor_problems(config: Config) -> list[str]:
     """Sentences about keys that do not go with `trainer.executor`."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    problems = []
+    if rollout.free_cache_engine and trainer.max_staleness:
+        problems.append(
+            f"{_ROLLOUT}.free_cache_engine must be null or false with trainer.max_staleness above 0, for engines then sample while training "
+            f"computes, got true and {trainer.max_staleness}; write {_ROLLOUT}.free_cache_engine=null or trainer.max_staleness=0"
+        )
     if trainer.executor == "local":
         if not rollout.nnodes:
-            return []
+            return problems
         return [
+            *problems,
             f"{_ROLLOUT}.nnodes must be 0 with trainer.executor=local, which has its engine in one process, got {rollout.nnodes}; "
-            f"write {_ROLLOUT}.nnodes=0 or trainer.executor=ray"
+            f"write {_ROLLOUT}.nnodes=0 or trainer.executor=ray",
         ]
-    problems = []
     if importlib.util.find_spec("ray") is None:
         problems.append(
             "trainer.executor must be local where Ray is not installed, got ray; run `pip install 'ostinato-trainer[ray]'`"
@@ -54,5 +60,10 @@ def unread_executor_keys(config: Config) -> tuple[tuple[bool, str, tuple[str, ..
             is_local or not config.actor_rollout_ref.rollout.nnodes,
             f"{_ROLLOUT}.nnodes is 0",
             (f"{_ROLLOUT}.n_gpus_per_node",),
+        ),
+        (
+            bool(config.actor_rollout_ref.rollout.nnodes),
+            f"{_ROLLOUT}.nnodes gives engines machines of their own",
+            (f"{_ROLLOUT}.free_cache_engine",),
         ),
     )
