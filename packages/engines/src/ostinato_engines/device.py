@@ -1,5 +1,6 @@
 """The only module of the project that says cuda, npu, mps or cpu. torch is imported when a function needs it."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,9 @@ HOST = "cpu"
 
 CUDA = "cuda"
 """The kind that some of torch's kernels are for."""
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""How torch takes memory of a device; the first that is set counts."""
 
 
 def _torch() -> Any:
@@ -133,6 +137,37 @@ def max_memory_reserved(device: "str | torch.device") -> int:
     return int(peak(device)) if peak is not None else 0
 
 
+class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Who holds a device's memory, in bytes."""
+
+    total: int
+    free: int
+    """That nobody holds."""
+    allocated: int
+    """That tensors of this process hold."""
+    reserved: int
+    """That torch holds for this process, used or not."""
+
+    @property
+    def others(self) -> int:
+        """That other processes hold, the driver's part for this one included."""
+        return max(0, self.total - self.free - self.reserved)
+
+
+def device_memory(device: "str | torch.device") -> DeviceMemory | None:
+    """Who holds the memory of a device now; None where torch cannot tell, as on the CPU."""
+    backend = _backend(device_kind(device))
+    if not hasattr(backend, "mem_get_info"):
+        return None
+    free, total = backend.mem_get_info(device)
+    return DeviceMemory(
+        total=int(total),
+        free=int(free),
+        allocated=int(backend.memory_allocated(device)),
+        reserved=int(backend.memory_reserved(device)),
+    )
+
+
 def supports_float64(device: "str | torch.device") -> bool:
     """Whether the device computes in double precision."""
     return device_kind(device) not in ("mps", "npu")
@@ -159,6 +194,35 @@ def shares_memory(device: "str | torch.device") -> bool:
 def unique_name(device: "str | torch.device") -> str:
     """By which every process of this host finds a device that shares memory, whatever its index there."""
     return str(_torch().cuda.get_device_properties(device).uuid)
+
+
+def empty_to_share(num_bytes: int, device: "str | torch.device") -> "torch.Tensor":
+    """Undefined bytes, uint8 [num_bytes], that another process can open: on a device whose memory processes share, or on the host.
+
+    torch's expandable segments need the right to look into the other process, which only parents of it have everywhere: memory
+    that is shared is never of them.
+    """
+    torch = _torch()
+    if not shares_memory(device):
+        storage = torch.UntypedStorage._new_shared(num_bytes, device=HOST)
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
+    with _ordinary_segments():
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+@contextmanager
+def _ordinary_segments() -> Iterator[None]:
+    """Within the block torch takes memory of devices as it does by default, whatever its variables say."""
+    settings = next((os.environ[name] for name in _ALLOCATOR_VARIABLES if os.environ.get(name)), "")
+    setter = getattr(_torch()._C, "_accelerator_setAllocatorSettings", None)
+    if "expandable_segments:true" not in settings.lower().replace(" ", "") or setter is None:
+        yield
+        return
+    setter("expandable_segments:False")
+    try:
+        yield
+    finally:
+        setter(settings)
 
 
 def export_memory(memory: "torch.Tensor") -> ExportedMemory:

@@ -5,6 +5,7 @@ Invariant: one tensor of the source lives at a time, and none is replaced before
 
 import asyncio
 import itertools
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,9 @@ from ostinato_engines.types import WeightManifest
 from ostinato_engines.weight_transfer import MemoryKind, WeightListener, WeightSender
 from ostinato_engines.weight_transfer.memory import create_memory
 
+logger = logging.getLogger(__name__)
+
+_SAID = {MemoryKind.DEVICE: "the device's", MemoryKind.SHARED: "the host's"}
 CONNECT_S = 60.0
 _ANSWER_S = 600.0
 """Longest wait for a worker: it loads a layer meanwhile, or makes a whole model ready."""
@@ -86,6 +90,12 @@ async def send_to_all(
     try:
         accepted = [loop.run_in_executor(pool, partial(one.accept, timeout_s=CONNECT_S)) for one in listeners]
         kind, device = await loop.run_in_executor(pool, lambda: memory_for(shared.peek()))
+        logger.info(
+            "Weights of version %d go to %d vLLM worker(s) through %s memory",
+            manifest.version,
+            len(listeners),
+            _SAID[kind],
+        )
         for outcome in await asyncio.gather(*accepted, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome

@@ -4,14 +4,17 @@ vLLM mixes `WeightExtension` into its worker class. Nothing is unpickled: the ca
 that only this user can enter, and what comes through it is MessagePack and bytes in shared memory.
 """
 
+import hashlib
 from collections import defaultdict
 from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ostinato_engines import device as devices
 from ostinato_engines.errors import WeightUpdateError
 from ostinato_engines.vllm_engine.sampling import OUR_PROCESSORS
 from ostinato_engines.weight_transfer import WeightReceiver, connect
+from ostinato_engines.weight_transfer.layout import as_bytes
 
 if TYPE_CHECKING:
     from ostinato_engines.weight_transfer.receiver import IncomingUpdate
@@ -21,6 +24,7 @@ class WeightExtension:
     """Methods that vLLM's `collective_rpc` can name; the rest of `self` is vLLM's worker."""
 
     rank: int
+    device: Any
     model_runner: Any
     vllm_config: Any
     reload_weights: Any
@@ -66,12 +70,18 @@ class WeightExtension:
             return f"{type(error).__name__}: {error}"
         return ""
 
+    def ostinato_weight_digests(self) -> dict[str, str]:
+        """SHA-256 of each parameter's bytes as they lie in the worker, by vLLM's names: what comparing weights bit by bit takes."""
+        parameters = self.model_runner.get_model().named_parameters()
+        return {name: hashlib.sha256(as_bytes(tensor).cpu().numpy().data).hexdigest() for name, tensor in parameters}
+
     def _ostinato_apply(self, update: "IncomingUpdate") -> None:
         try:
             # vLLM keeps the tensors of a layer until the layer is complete, and the sender uses their memory again.
             with self._ostinato_config():
                 self.reload_weights(weights_iterator=((name, tensor.clone()) for name, tensor in update))
             self._ostinato_pack_tied()
+            devices.empty_cache(self.device)  # of copies that came and went: on a shared device somebody else wants it
             update.finish()
         except BaseException as error:
             try:

@@ -235,7 +235,7 @@ class DeviceMemory:
             raise EngineInputError(
                 f"device must share memory between processes for {MemoryKind.DEVICE}, got {device!r}; use {MemoryKind.SHARED}"
             )
-        memory = torch.empty(num_slots * slot_bytes, dtype=torch.uint8, device=device)
+        memory = devices.empty_to_share(num_slots * slot_bytes, device)
         exported = devices.export_memory(memory)
         created = cls(memory, msgspec.msgpack.encode(exported), num_slots=num_slots, slot_bytes=slot_bytes)
         created._exported = exported

@@ -1,6 +1,7 @@
 """The sending end: offers a manifest and, once it is accepted, streams the tensors through a few reused slots.
 
-Invariant: memory is bounded by `NUM_SLOTS` slots and one tensor of the source at a time, whatever the model's size.
+Invariant: memory is bounded by `NUM_SLOTS` slots and one tensor of the source at a time, whatever the model's size. On a device,
+where memory is scarce, a tensor that is larger than a bucket goes through memory for it alone, and nothing else is there then.
 """
 
 import itertools
@@ -101,6 +102,8 @@ class WeightSender:
         """
         progress = StreamProgress(manifest)
         slot_bytes = slot_bytes_for(manifest, self._bucket_bytes)
+        if self._kind is MemoryKind.DEVICE:
+            slot_bytes = min(slot_bytes, aligned(self._bucket_bytes))
         if not self._sending.acquire(blocking=False):
             raise EngineInputError("send must end before the next one begins, got two at a time; await the first")
         try:
@@ -121,7 +124,8 @@ class WeightSender:
         self._channel.send(Offer(update, manifest))
         self._reader_pid = self._expect(update, Accepted).process_id
         buckets = _BucketWriter(
-            self._memory_for(update, slot_bytes),
+            lambda num_slots, num_bytes: self._memory_of(update, num_slots, num_bytes),
+            slot_bytes,
             self._bucket_bytes,
             lambda index, slot, entries: self._channel.send(Bucket(update, index, slot, entries)),
             lambda: self._expect(update, Taken).slot,
@@ -144,15 +148,16 @@ class WeightSender:
         self._channel.close()
         self._drop_memory()
 
-    def _memory_for(self, update: int, slot_bytes: int) -> SlotMemory:
-        """The memory of the update before, where it is large enough; else new, and the receiver is told."""
-        if self._memory is None or self._memory.slot_bytes < slot_bytes:
+    def _memory_of(self, update: int, num_slots: int, slot_bytes: int) -> SlotMemory:
+        """The memory that there is, where it has these slots; else new, and the receiver is told."""
+        memory = self._memory
+        if memory is None or memory.num_slots != num_slots or memory.slot_bytes < slot_bytes:
             self._drop_memory()
-            memory = create_memory(self._kind, self._device, num_slots=NUM_SLOTS, slot_bytes=slot_bytes)
+            memory = create_memory(self._kind, self._device, num_slots=num_slots, slot_bytes=slot_bytes)
             self._memory = memory
-            opened = MemoryOpened(update, self._kind, NUM_SLOTS, slot_bytes, memory.handle)
+            opened = MemoryOpened(update, self._kind, num_slots, slot_bytes, memory.handle)
             self._channel.send(opened, descriptors=memory.descriptors)
-        return self._memory
+        return memory
 
     def _drop_memory(self) -> None:
         memory, self._memory = self._memory, None
@@ -206,21 +211,32 @@ class WeightSender:
 
 
 class _BucketWriter:
-    """Fills one slot after the other, and hands each over when the next tensor does not fit any more."""
+    """Fills one slot after the other, and hands each over when the next tensor does not fit any more.
+
+    Args:
+        open_memory: Memory of so many slots with so many bytes each; the one before is gone then.
+        slot_bytes: Of `NUM_SLOTS` slots; a larger tensor gets memory of one slot.
+        bucket_bytes: Most bytes of several tensors together.
+        hand_over: Tells the reader what is in a slot: number of the bucket, slot, tensors.
+        wait_for_slot: Waits until the reader gives one back.
+    """
 
     def __init__(
         self,
-        memory: SlotMemory,
+        open_memory: Callable[[int, int], SlotMemory],
+        slot_bytes: int,
         bucket_bytes: int,
         hand_over: Callable[[int, int, tuple[Entry, ...]], None],
         wait_for_slot: Callable[[], int],
     ) -> None:
-        self._memory = memory
+        self._open_memory = open_memory
+        self._slot_bytes = slot_bytes
         self._bucket_bytes = bucket_bytes
         self._hand_over = hand_over
         self._wait_for_slot = wait_for_slot
-        self._free = list(range(memory.num_slots))
-        self._slot = self._free.pop()
+        self._memory: SlotMemory | None = None
+        self._free: list[int] = []
+        self._slot = 0
         self._entries: list[Entry] = []
         self._used = 0
         self._num_buckets = 0
@@ -230,15 +246,30 @@ class _BucketWriter:
         num_bytes = num_bytes_of(spec)
         if self._entries and self._used + num_bytes > self._bucket_bytes:
             self.finish()
+        if not self._entries:
+            self._memory = self._memory_for(num_bytes)
             self._slot = self._free.pop() if self._free else self._wait_for_slot()
             self._used = 0
+        assert self._memory is not None
         window(self._memory.slot(self._slot), self._used, spec).copy_(tensor.detach())
         self._entries.append(Entry(spec.name, self._used))
         self._used += aligned(num_bytes)
 
+    def _memory_for(self, num_bytes: int) -> SlotMemory:
+        """The memory for a bucket that begins with so many bytes; another one only once nobody reads the one before."""
+        is_large = num_bytes > self._slot_bytes
+        memory = self._memory
+        if memory is not None and num_bytes <= memory.slot_bytes and is_large == (memory.num_slots == 1):
+            return memory
+        while memory is not None and len(self._free) < memory.num_slots:
+            self._free.append(self._wait_for_slot())
+        memory = self._open_memory(*((1, aligned(num_bytes)) if is_large else (NUM_SLOTS, self._slot_bytes)))
+        self._free = list(range(memory.num_slots))
+        return memory
+
     def finish(self) -> int:
         """Hands the bucket over if there is anything in it; returns how many there were."""
-        if self._entries:
+        if self._entries and self._memory is not None:
             self._memory.settle()
             self._hand_over(self._num_buckets, self._slot, tuple(self._entries))
             self._entries.clear()

@@ -135,11 +135,9 @@ class RankGroup:
         def stream() -> Iterator[tuple[str, Tensor]]:
             number = next(self._streams)
             self._ask("open_weights", number)
-            while True:
-                answers = self._ask("next_weights", number)
-                if answers[0] is None:
-                    return
-                yield from answers[0]
+            while (tensors := self._ask("next_weights", number)[0]) is not None:
+                yield from tensors
+                del tensors  # the rank has their memory again before it makes the next ones
 
         return manifest, stream
 

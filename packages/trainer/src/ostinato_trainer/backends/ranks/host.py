@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
 
 from ostinato_engines import WeightManifest
-from ostinato_engines.device import CUDA, set_device
+from ostinato_engines.device import CUDA, collect_shared_memory, set_device
 from ostinato_trainer.backends.base import EntropyMode, LossFn, OptimizerStats
 from ostinato_trainer.backends.ranks.base import RankAddress, RankBackend, RankFactory, RankPlace
 from ostinato_trainer.batch import Batch
@@ -35,8 +35,8 @@ class RankHost:
     """
 
     def __init__(self, address: RankAddress, factory: RankFactory) -> None:
-        device = join(address)
-        self._backend: RankBackend = factory(address, device)
+        self._device = join(address)
+        self._backend: RankBackend = factory(address, self._device)
         self._streams: dict[int, Iterator[list[tuple[str, Tensor]]]] = {}
 
     def place(self) -> RankPlace:
@@ -93,6 +93,7 @@ class RankHost:
         tensors = next(self._streams[stream], None)
         if tensors is None:
             del self._streams[stream]
+            collect_shared_memory(self._device)  # the last were read before this was asked
         return tensors
 
     def save(self, directory: Path) -> None:

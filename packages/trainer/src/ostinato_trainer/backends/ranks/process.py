@@ -16,15 +16,15 @@ import sys
 import threading
 from multiprocessing import current_process
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
 
+from ostinato_trainer.backends.ranks.handover import dumped
 from ostinato_trainer.backends.ranks.host import RankHost
 from ostinato_trainer.backends.ranks.messages import Answer, LogLine, failure_of
 
 _PARENT_CHECK_S: Final = 1.0
-_SHARED: Final = frozenset({"next_weights"})
-"""Methods whose tensors are handed over in shared memory, or by the device's handle, instead of being copied into the answer."""
+HANDING_OVER: Final = frozenset({"next_weights"})
+"""Methods whose tensors are handed over in memory that both processes see, instead of being copied into the answer."""
 
 
 class _Forward(logging.Handler):
@@ -59,7 +59,8 @@ def serve(connection: Connection) -> None:
                 host, value = _started(connection, *arguments), None
             else:
                 value = getattr(host, method)(*arguments)
-            answer = _dumped(Answer(value), shared=method in _SHARED)
+            answer = _dumped(method, value)
+            del value  # weights that are handed over are not kept until the next call
         except Exception as error:  # whatever a call raises is its answer
             logging.getLogger(__name__).debug("%s failed", method, exc_info=True)
             answer = pickle.dumps(failure_of(error))
@@ -75,12 +76,8 @@ def _started(connection: Connection, address: Any, factory: Any) -> RankHost:
     return RankHost(address, factory)
 
 
-def _dumped(answer: Answer, *, shared: bool) -> Any:
-    if not shared:
-        return pickle.dumps(answer)
-    import torch.multiprocessing  # noqa: F401  teaches the pickler torch's ways to share tensors
-
-    return ForkingPickler.dumps(answer)
+def _dumped(method: str, value: Any) -> Any:
+    return dumped(Answer, value) if method in HANDING_OVER and value is not None else pickle.dumps(Answer(value))
 
 
 def _end_with_controller(life: int) -> None:

@@ -26,6 +26,7 @@ import msgspec
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
 
 from ostinato_trainer.backends.ranks.base import RankAddress, RankFactory
+from ostinato_trainer.backends.ranks.handover import HandedOver, taken_over
 from ostinato_trainer.backends.ranks.messages import Answer, Failure, LogLine, error_of, named_ranks, replay, request_of
 from ostinato_trainer.backends.ranks.workers import RankDiedError, RankTimeoutError
 from ostinato_trainer.errors import BackendError
@@ -145,7 +146,7 @@ class RankProcesses:
             raise BackendError(f"ranks must be running to be asked for {method}, got closed ones; start a new group")
         requests = [request_of(method, each) for each in arguments]
         try:
-            return self._exchange(method, requests)
+            values = self._exchange(method, requests)
         except Exception as error:
             if not getattr(error, "ranks_in_step", False):
                 self.close()
@@ -153,6 +154,7 @@ class RankProcesses:
         except BaseException:  # an interrupt: where the ranks stand is unknown
             self.close()
             raise
+        return [taken_over(value) if isinstance(value, HandedOver) else value for value in values]
 
     def close(self) -> None:
         """See `RankWorkers.close`."""
