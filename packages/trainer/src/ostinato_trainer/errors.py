@@ -31,6 +31,10 @@ class BackendError(TrainerError, RuntimeError):
     """The training backend could not load a model or take a step."""
 
 
+class OutOfMemoryError(BackendError, MemoryError):
+    """Memory of a device or the host ran out, or cannot suffice; the message says what held it and which keys to change."""
+
+
 class BatchError(TrainerError, ValueError):
     """The columns of a batch disagree, or an algorithm was given a batch that it cannot work on."""
 

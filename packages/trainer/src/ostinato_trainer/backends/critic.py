@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ostinato_engines.device import pick_device
+from ostinato_engines.device import HOST, pick_device
 from ostinato_trainer.backends.adamw import AdamW
 from ostinato_trainer.backends.base import LossOutput, OptimizerStats
 from ostinato_trainer.backends.causal_lm import CausalLM
-from ostinato_trainer.backends.local import LocalBackendOptions
-from ostinato_trainer.backends.model_passes import accumulate_gradients, check_ids, out_of_memory_named
+from ostinato_trainer.backends.local import LocalBackendOptions, state_size
+from ostinato_trainer.backends.memory import MemoryOwner, check_state_fits, held_memory, out_of_memory_named
+from ostinato_trainer.backends.model_passes import accumulate_gradients, check_ids
 from ostinato_trainer.backends.packing import Layout
 from ostinato_trainer.backends.state import BackendState, ModelState, check_matches, read_state
 from ostinato_trainer.backends.value_model import ValueModel, load_value_model
@@ -26,6 +28,13 @@ from ostinato_trainer.batch import Batch
 
 ValueLossFn = Callable[[Tensor, Batch], LossOutput]
 """From values (float [T], 0 without a gradient outside the loss mask) and a micro-batch to its loss and metrics."""
+
+
+_BATCH_CURES: Final = (
+    "lower critic.ppo_micro_batch_size_per_gpu or critic.ppo_max_token_len_per_gpu, or data.max_response_length"
+)
+_PASS_CURES: Final = "lower critic.ppo_max_token_len_per_gpu, or data.max_response_length"
+_STATE_CURES: Final = "start the critic from a smaller model (critic.model.path), or take an estimator without one (algorithm.adv_estimator=grpo)"
 
 
 class LocalCritic:
@@ -37,15 +46,24 @@ class LocalCritic:
 
     Raises:
         BackendError: an option is out of range.
+        OutOfMemoryError: the device is too small for the model's state.
     """
 
     def __init__(self, model: ValueModel, options: LocalBackendOptions) -> None:
         options.check()
         self.options = options
         self._device = torch.device(pick_device(options.device))
-        self._model = model.to(self._device, options.parameter_dtype)
+        size = state_size(model, options)
+        check_state_fits(size, self._device, cures=_STATE_CURES, engine=options.engine)
+        with out_of_memory_named("the critic's weights", _STATE_CURES):
+            self._model = model.to(self._device, options.parameter_dtype)
         self._lm = CausalLM(self._model, autocast=options.autocast, remove_padding=options.use_remove_padding)
         self.optimizer = AdamW(dict(self._model.named_parameters()), options)
+        self.memory = MemoryOwner(
+            self._device,
+            lambda: held_memory(self._device, self._model.parameters(), optimizer=self.optimizer.moments().values()),
+        )
+        """Whose memory messages speak of; the policy's share counts as all else."""
         self.num_updates = 0
         """Optimizer steps that changed the weights."""
 
@@ -53,8 +71,7 @@ class LocalCritic:
     def from_pretrained(cls, path: str | Path, options: LocalBackendOptions) -> LocalCritic:
         """A critic from a model folder; see `load_value_model`."""
         options.check()
-        device = torch.device(pick_device(options.device))
-        return cls(load_value_model(path, dtype=options.parameter_dtype, device=device), options)
+        return cls(load_value_model(path, dtype=options.parameter_dtype, device=torch.device(HOST)), options)
 
     @property
     def model(self) -> ValueModel:
@@ -71,21 +88,23 @@ class LocalCritic:
         """float32 [T] on the CPU: entry t is the value before token t, 0 outside the loss mask. No gradient.
 
         Raises:
-            BackendError: memory ran out.
+            OutOfMemoryError: memory ran out.
             BatchError: a token id lies outside the vocabulary.
         """
         check_ids(batch, self._lm.vocab_size)
         result = torch.zeros(batch.num_tokens, dtype=self._dtype)
-        with out_of_memory_named("values", "critic.ppo_max_token_len_per_gpu"):
-            for chosen in batch.token_chunks(self.options.max_tokens_per_forward, padded=self.pads_sequences):
-                result[batch.token_positions(chosen)] = self._values(batch.select(chosen).to(self._device)).to(result)
+        for chosen in batch.token_chunks(self.options.max_tokens_per_forward, padded=self.pads_sequences):
+            part = batch.select(chosen)
+            with out_of_memory_named("values", _PASS_CURES, owner=self.memory, batches=[part]):
+                result[batch.token_positions(chosen)] = self._values(part.to(self._device)).to(result)
         return result
 
     def forward_backward(self, micro_batches: Sequence[Batch], loss_fn: ValueLossFn) -> dict[str, float]:
         """Accumulates the gradients of the summed losses and returns the merged metrics. After an error no gradient is left behind.
 
         Raises:
-            BackendError: memory ran out, or the loss has no gradient.
+            OutOfMemoryError: memory ran out.
+            BackendError: the loss has no gradient.
             BatchError: a token id lies outside the vocabulary.
         """
 
@@ -94,12 +113,12 @@ class LocalCritic:
             on_device = micro_batch.to(self._device, self._dtype)
             return loss_fn(self._values(on_device), on_device)
 
-        keys = "critic.ppo_micro_batch_size_per_gpu or critic.ppo_max_token_len_per_gpu"
-        return accumulate_gradients(micro_batches, loss_of, self.optimizer, keys=keys)
+        return accumulate_gradients(micro_batches, loss_of, self.optimizer, cures=_BATCH_CURES, owner=self.memory)
 
     def optimizer_step(self) -> OptimizerStats:
         """Clips, steps, advances the schedule and clears the gradients; skips where the gradient norm is not finite."""
-        stats = self.optimizer.step()
+        with out_of_memory_named("an optimizer step of the critic", _STATE_CURES, owner=self.memory):
+            stats = self.optimizer.step()
         if not stats.skipped:
             self.num_updates += 1
         return stats

@@ -6,13 +6,15 @@ an error that one rank finds before it computes is raised by all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -22,21 +24,30 @@ from ostinato_engines.types import TensorSpec
 from ostinato_trainer.backends.adamw import AdamW
 from ostinato_trainer.backends.base import EntropyMode, LossFn, LossOutput, MicroBatchOutput, OptimizerStats
 from ostinato_trainer.backends.fsdp2_model import ShardedModel, ShardOptions
-from ostinato_trainer.backends.local import LocalBackendOptions
-from ostinato_trainer.backends.model_passes import accumulate_gradients, check_ids, out_of_memory_named, tokens_to_score
+from ostinato_trainer.backends.local import LocalBackendOptions, MemoryCures, state_size
+from ostinato_trainer.backends.memory import (
+    HeldMemory,
+    MemoryOwner,
+    check_state_fits,
+    held_memory,
+    out_of_memory_named,
+)
+from ostinato_trainer.backends.model_passes import accumulate_gradients, check_ids, tokens_to_score
 from ostinato_trainer.backends.packing import Layout
 from ostinato_trainer.backends.ranks.agreement import raise_alike
 from ostinato_trainer.backends.ranks.base import RankAddress, RankPlace
 from ostinato_trainer.backends.ranks.state import RankedState, SlicedState, write_counters, write_slices
+from ostinato_trainer.backends.sequence_ranks import SEQUENCE_KEY, SequenceRanks
 from ostinato_trainer.backends.state import check_frozen, check_shapes
 from ostinato_trainer.batch import Batch
-from ostinato_trainer.errors import BackendError, CheckpointError
+from ostinato_trainer.errors import BackendError, CheckpointError, OutOfMemoryError
 
 _BUCKET_BYTES = 64 * 2**20
 """Weights that are handed over at once, where a single tensor is not larger."""
-_MEMORY_KEYS = (
-    "ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu, write model.enable_gradient_checkpointing=true or "
-    "actor.fsdp_config.param_offload=true"
+_CURES = MemoryCures(
+    batches="lower ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu, or data.max_response_length, or write "
+    "model.enable_gradient_checkpointing=true or actor.fsdp_config.param_offload=true",
+    state="share the model out over more devices (trainer.nnodes, trainer.n_gpus_per_node) or write actor.fsdp_config.param_offload=true",
 )
 
 
@@ -51,6 +62,10 @@ class Fsdp2Options(LocalBackendOptions, frozen=True, forbid_unknown_fields=True,
     """See `ShardOptions`."""
     gradient_checkpointing: bool = False
     """See `ShardOptions`."""
+    ulysses_sequence_parallel_size: int = 1
+    """Ranks that share the tokens of a micro-batch; see `SequenceRanks`."""
+    collective_timeout_s: float = 600.0
+    """How long an exchange among them may take."""
 
     def check(self) -> None:
         """Raises BackendError where a value is out of range or not done by this backend."""
@@ -58,6 +73,10 @@ class Fsdp2Options(LocalBackendOptions, frozen=True, forbid_unknown_fields=True,
             raise BackendError("lora must be None for sharded training, got options; use strategy=local for adapters")
         if self.use_torch_compile:
             raise BackendError("use_torch_compile must be false for sharded training, got true; use strategy=local")
+        if self.ulysses_sequence_parallel_size < 1:
+            raise BackendError(
+                f"{SEQUENCE_KEY} must be at least 1, got {self.ulysses_sequence_parallel_size}; 1 shares no tokens"
+            )
         super().check()
 
 
@@ -70,7 +89,8 @@ class Fsdp2Factory:
     options: Fsdp2Options
 
     def __call__(self, address: RankAddress, device: torch.device) -> Fsdp2Rank:
-        return Fsdp2Rank(self.path, self.options, device)
+        options = msgspec.structs.replace(self.options, collective_timeout_s=address.timeout_s)
+        return Fsdp2Rank(self.path, options, device)
 
 
 class Fsdp2Rank:
@@ -90,16 +110,52 @@ class Fsdp2Rank:
         self.options, self._device, self._path = options, device, path
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._mesh = init_device_mesh(device.type, (self._world_size,), mesh_dim_names=("data",))
-        self._model = self._sharded()
-        self._reference = None
-        if options.keep_reference:
-            self._reference = self._sharded()
-            self._reference.model.requires_grad_(False)
+        self._sequence_ranks = self._joined_sequence_ranks()
+        with out_of_memory_named("the model's weights", _CURES.state):
+            self._model = self._sharded(self._admit)
+            self._reference = None
+            if options.keep_reference:
+                self._reference = self._sharded()
+                self._reference.model.requires_grad_(False)
         self.optimizer = AdamW(self._model.parameters(), options)
+        self.memory = MemoryOwner(device, self._held_memory)
+        """Whose memory messages speak of."""
         self.policy_version = 0
         """Optimizer steps that changed the weights."""
 
-    def _sharded(self) -> ShardedModel:
+    def _joined_sequence_ranks(self) -> SequenceRanks | None:
+        """The neighbours that share tokens with this rank; all ranks form such groups together."""
+        size = self.options.ulysses_sequence_parallel_size
+        if self._world_size % size:
+            raise BackendError(
+                f"{SEQUENCE_KEY} must divide the number of ranks (trainer.nnodes x trainer.n_gpus_per_node), {self._world_size}, got {size}; "
+                f"write {SEQUENCE_KEY}=1"
+            )
+        if size == 1:
+            return None
+        group, _ = dist.new_subgroups(size, timeout=timedelta(seconds=self.options.collective_timeout_s))
+        return SequenceRanks(group)
+
+    def _admit(self, model: nn.Module) -> None:
+        """Refuses, on all ranks alike, a model whose slices no device of this size holds."""
+        error: Exception | None = None
+        try:
+            if not self.options.param_offload:
+                size = state_size(model, self.options, num_shares=self._world_size)
+                check_state_fits(size, self._device, cures=_CURES.state, engine=self.options.engine)
+        except OutOfMemoryError as failure:
+            error = failure
+        raise_alike(error)
+
+    def _held_memory(self) -> HeldMemory:
+        return held_memory(
+            self._device,
+            self._model.parameters().values(),
+            optimizer=self._moments().values(),
+            reference=() if self._reference is None else self._reference.model.parameters(),
+        )
+
+    def _sharded(self, admit: Callable[[nn.Module], None] | None = None) -> ShardedModel:
         options = self.options
         shard_options = ShardOptions(
             parameter_dtype=options.parameter_dtype,
@@ -109,13 +165,20 @@ class Fsdp2Rank:
             gradient_checkpointing=options.gradient_checkpointing,
             use_remove_padding=options.use_remove_padding,
         )
-        return ShardedModel(self._path, self._device, self._mesh, shard_options)
+        return ShardedModel(
+            self._path, self._device, self._mesh, shard_options, sequence_ranks=self._sequence_ranks, admit=admit
+        )
 
     @property
     def place(self) -> RankPlace:
-        """See `RankBackend.place`: every rank has data of its own."""
+        """See `RankBackend.place`: neighbours that share tokens have the same data, and the first of them reports."""
+        size = self.options.ulysses_sequence_parallel_size
         return RankPlace(
-            rank=self._rank, world_size=self._world_size, data_index=self._rank, data_size=self._world_size
+            rank=self._rank,
+            world_size=self._world_size,
+            data_index=self._rank // size,
+            data_size=self._world_size // size,
+            reports=self._rank % size == 0,
         )
 
     @property
@@ -134,7 +197,8 @@ class Fsdp2Rank:
         """See `RankBackend.forward_backward`.
 
         Raises:
-            BackendError: memory ran out, or the loss has no gradient.
+            OutOfMemoryError: memory ran out.
+            BackendError: the loss has no gradient.
             BatchError: a token id lies outside the vocabulary.
         """
         for micro_batch in micro_batches:
@@ -151,7 +215,9 @@ class Fsdp2Rank:
             return loss_fn(MicroBatchOutput(log_probs, spread), on_device)
 
         try:
-            return accumulate_gradients(micro_batches, loss_of, self.optimizer, keys=_MEMORY_KEYS, passes_for_all=True)
+            return accumulate_gradients(
+                micro_batches, loss_of, self.optimizer, cures=_CURES.batches, owner=self.memory, passes_for_all=True
+            )
         except BaseException:
             self._model.give_up()
             raise
@@ -168,7 +234,8 @@ class Fsdp2Rank:
         """See `RankBackend.log_probs`.
 
         Raises:
-            BackendError: no reference is kept, or memory ran out.
+            OutOfMemoryError: memory ran out.
+            BackendError: no reference is kept.
             BatchError: a token id lies outside the vocabulary.
         """
         model = self._reference if reference else self._model
@@ -177,7 +244,7 @@ class Fsdp2Rank:
                 "keep_reference must be true for log-probabilities of the reference, got false; set use_kl_loss"
             )
         results = []
-        with out_of_memory_named("log-probabilities", "ppo_max_token_len_per_gpu"):
+        with out_of_memory_named("log-probabilities", _CURES.passes, owner=self.memory, batches=micro_batches):
             for micro_batch in micro_batches:
                 check_ids(micro_batch, model.lm.vocab_size)
                 wanted = tokens_to_score(micro_batch, loss_tokens_only=loss_tokens_only)
@@ -188,8 +255,9 @@ class Fsdp2Rank:
 
     def optimizer_step(self) -> OptimizerStats:
         """See `RankBackend.optimizer_step`."""
-        self._move_moments(self._parameter_device)
-        stats = self.optimizer.step()
+        with out_of_memory_named("an optimizer step", _CURES.state, owner=self.memory):
+            self._move_moments(self._parameter_device)
+            stats = self.optimizer.step()
         if self.options.optimizer_offload:
             self._move_moments(torch.device(HOST))
         if not stats.skipped:

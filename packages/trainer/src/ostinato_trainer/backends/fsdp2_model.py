@@ -29,6 +29,7 @@ from ostinato_engines.device import HOST
 from ostinato_trainer.backends.causal_lm import CausalLM, load_causal_lm, persistent_tensors
 from ostinato_trainer.backends.packing import layers_of
 from ostinato_trainer.backends.ranks.agreement import raise_alike
+from ostinato_trainer.backends.sequence_ranks import SequenceRanks
 from ostinato_trainer.backends.state import fingerprint
 from ostinato_trainer.errors import BackendError
 
@@ -72,15 +73,30 @@ class ShardedModel:
         device: What this rank computes on.
         mesh: Of one dimension, over all ranks.
         options: See `ShardOptions`.
+        sequence_ranks: With whom this rank shares packed rows; see there.
+        admit: Is shown the model while nothing of it is on the device; what it raises, it raises on all ranks.
 
     Raises:
         BackendError: the path holds no model that can be loaded, or the model cannot be cut up; on all ranks alike.
     """
 
-    def __init__(self, path: str | Path, device: torch.device, mesh: DeviceMesh, options: ShardOptions) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        device: torch.device,
+        mesh: DeviceMesh,
+        options: ShardOptions,
+        *,
+        sequence_ranks: SequenceRanks | None = None,
+        admit: Callable[[nn.Module], None] | None = None,
+    ) -> None:
         self.device, self.mesh, self.options = device, mesh, options
         source, config = _loaded_on_first(path, options.parameter_dtype)
         self.model = _without_memory(config, options.parameter_dtype)
+        if sequence_ranks is not None and (num_heads := getattr(config.get_text_config(), "num_attention_heads", None)):
+            sequence_ranks.check_heads(num_heads)
+        if admit is not None:
+            admit(self.model)
         layers = layers_of(self.model)
         if options.gradient_checkpointing:
             for layer in layers:
@@ -91,7 +107,9 @@ class ShardedModel:
         self._fill(source)
         del source
         with torch.no_grad():
-            self.lm: CausalLM = self.run(lambda: CausalLM(self.model, remove_padding=options.use_remove_padding))
+            self.lm: CausalLM = self.run(
+                lambda: CausalLM(self.model, remove_padding=options.use_remove_padding, sequence_ranks=sequence_ranks)
+            )
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Calls a function that uses the model; gradients flow through what it returns, a tensor or a tuple. Their backward pass must follow

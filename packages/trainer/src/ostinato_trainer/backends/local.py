@@ -13,20 +13,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from ostinato_engines import WeightManifest
-from ostinato_engines.device import pick_device
+from ostinato_engines.device import HOST, pick_device
 from ostinato_trainer.backends.adamw import AdamW, AdamWOptions
 from ostinato_trainer.backends.base import EntropyMode, LossFn, LossOutput, MicroBatchOutput, OptimizerStats
 from ostinato_trainer.backends.causal_lm import CausalLM, load_causal_lm
 from ostinato_trainer.backends.lora import LORA_FOLDER, LoraAdapters, LoraOptions
+from ostinato_trainer.backends.memory import (
+    EngineShare,
+    HeldMemory,
+    MemoryOwner,
+    StateSize,
+    check_state_fits,
+    held_memory,
+    out_of_memory_named,
+)
 from ostinato_trainer.backends.model_passes import (
     accumulate_gradients,
     check_ids,
     check_temperature,
-    out_of_memory_named,
     tokens_to_score,
 )
 from ostinato_trainer.backends.packing import Layout
@@ -42,6 +51,17 @@ from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class MemoryCures(msgspec.Struct, frozen=True, kw_only=True):
+    """What to change where memory does not suffice, by the names that the configuration has for it."""
+
+    batches: str = "lower ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu, or data.max_response_length"
+    """For passes with gradients."""
+    passes: str = "lower ppo_max_token_len_per_gpu, or data.max_response_length"
+    """For passes without."""
+    state: str = "train adapters alone (actor_rollout_ref.model.lora_rank=16) or share the model out (actor_rollout_ref.actor.strategy=fsdp2)"
+    """For weights, gradients and moments."""
 
 
 class LocalBackendOptions(AdamWOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -62,6 +82,10 @@ class LocalBackendOptions(AdamWOptions, frozen=True, forbid_unknown_fields=True,
     """Pack sequences into one row where the model's attention can; false pads them."""
     use_torch_compile: bool = False
     """Let torch.compile fuse the model's layers and what happens to logits."""
+    engine: EngineShare = EngineShare()
+    """What an engine takes of the same device."""
+    cures: MemoryCures = MemoryCures()
+    """What messages about memory say."""
 
     def check(self) -> None:
         """Raises BackendError where a value is out of range."""
@@ -94,23 +118,29 @@ class LocalBackend:
 
         Raises:
             BackendError: an option is out of range.
+            OutOfMemoryError: the device is too small for the model's state.
         """
         self.options = options or LocalBackendOptions()
         self.options.check()
         self._device = torch.device(pick_device(self.options.device))
-        model = model.to(self._device, self.options.parameter_dtype)
-        self._lora = None if self.options.lora is None else LoraAdapters(model, self.options.lora)
-        self._lm = self._wrapped(model)
-        self._reference: CausalLM | None = None
-        if self.options.keep_reference:
-            without_adapters = self._lora is None
-            self._reference = (
-                self._wrapped(copy.deepcopy(model).requires_grad_(False)) if without_adapters else self._lm
-            )
+        cures = self.options.cures
+        check_state_fits(state_size(model, self.options), self._device, cures=cures.state, engine=self.options.engine)
+        with out_of_memory_named("the model's weights", cures.state):
+            model = model.to(self._device, self.options.parameter_dtype)
+            self._lora = None if self.options.lora is None else LoraAdapters(model, self.options.lora)
+            self._lm = self._wrapped(model)
+            self._reference: CausalLM | None = None
+            if self.options.keep_reference:
+                without_adapters = self._lora is None
+                self._reference = (
+                    self._wrapped(copy.deepcopy(model).requires_grad_(False)) if without_adapters else self._lm
+                )
         self._frozen = self._frozen_fingerprint()
         self._tokenizer_source = tokenizer_source
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.optimizer = AdamW(trained, self.options)
+        self.memory = MemoryOwner(self._device, self._held_memory)
+        """Whose memory messages speak of."""
         self.policy_version = 0
         """Optimizer steps that changed the weights."""
 
@@ -120,10 +150,11 @@ class LocalBackend:
 
         Raises:
             BackendError: the path holds no model that can be loaded, or an option is out of range.
+            OutOfMemoryError: the device is too small for the model's state.
         """
         options = options or LocalBackendOptions()
         options.check()
-        model = load_causal_lm(path, dtype=options.parameter_dtype, device=torch.device(pick_device(options.device)))
+        model = load_causal_lm(path, dtype=options.parameter_dtype, device=torch.device(HOST))
         return cls(model, options, tokenizer_source=path)
 
     def _wrapped(self, model: Any) -> CausalLM:
@@ -155,7 +186,8 @@ class LocalBackend:
         """See `TrainingBackend.forward_backward`. A micro-batch without a trained token costs nothing.
 
         Raises:
-            BackendError: memory ran out, the loss has no gradient, or the temperature is not positive.
+            OutOfMemoryError: memory ran out.
+            BackendError: the loss has no gradient, or the temperature is not positive.
             BatchError: a token id lies outside the vocabulary.
         """
         check_temperature(temperature)
@@ -168,8 +200,8 @@ class LocalBackend:
             )
             return loss_fn(MicroBatchOutput(log_probs, spread), on_device)
 
-        keys = "ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu"
-        return accumulate_gradients(micro_batches, loss_of, self.optimizer, keys=keys)
+        cures = self.options.cures.batches
+        return accumulate_gradients(micro_batches, loss_of, self.optimizer, cures=cures, owner=self.memory)
 
     @torch.no_grad()
     def log_probs(
@@ -184,7 +216,8 @@ class LocalBackend:
             loss_tokens_only: Leave 0 outside the loss mask, which spares the output layer's work there.
 
         Raises:
-            BackendError: no reference is kept, memory ran out, or the temperature is not positive.
+            OutOfMemoryError: memory ran out.
+            BackendError: no reference is kept, or the temperature is not positive.
             BatchError: a token id lies outside the vocabulary.
         """
         check_temperature(temperature)
@@ -197,19 +230,26 @@ class LocalBackend:
         wanted = tokens_to_score(batch, loss_tokens_only=loss_tokens_only)
         result = torch.zeros(batch.num_tokens, dtype=torch.promote_types(self._lm.dtype, torch.float32))
         base_only = self._lora.off() if reference and self._lora is not None else nullcontext()
-        with base_only, out_of_memory_named("log-probabilities", "ppo_max_token_len_per_gpu"):
+        cures = self.options.cures.passes
+        with base_only:
             for chosen in batch.token_chunks(self.options.max_tokens_per_forward, padded=self.pads_sequences):
                 part, tokens = batch.select(chosen), batch.token_positions(chosen)
-                log_probs, _ = model.log_probs(
-                    part.to(self._device), wanted[tokens].to(self._device), temperature=temperature
-                )
-                result[tokens] = log_probs.to(result)
+                with out_of_memory_named("log-probabilities", cures, owner=self.memory, batches=[part]):
+                    log_probs, _ = model.log_probs(
+                        part.to(self._device), wanted[tokens].to(self._device), temperature=temperature
+                    )
+                    result[tokens] = log_probs.to(result)
         return result
 
     def optimizer_step(self) -> OptimizerStats:
         """See `TrainingBackend.optimizer_step`. The schedule moves on even where the step is skipped, so step k
-        always has rate k."""
-        stats = self.optimizer.step()
+        always has rate k.
+
+        Raises:
+            OutOfMemoryError: memory ran out.
+        """
+        with out_of_memory_named("an optimizer step", self.options.cures.state, owner=self.memory):
+            stats = self.optimizer.step()
         if not stats.skipped:
             self.policy_version += 1
         return stats
@@ -271,6 +311,15 @@ class LocalBackend:
     def close(self) -> None:
         """See `TrainingBackend.close`: there is nothing to end."""
 
+    def _held_memory(self) -> HeldMemory:
+        kept = None if self._reference is None or self._reference is self._lm else self._reference
+        return held_memory(
+            self._device,
+            self._lm.model.parameters(),
+            optimizer=self.optimizer.moments().values(),
+            reference=() if kept is None else kept.model.parameters(),
+        )
+
     def _trained_tensors(self) -> Mapping[str, Tensor]:
         """What training may change: all tensors of the model, or the adapters alone."""
         return self._lm.named_tensors() if self._lora is None else self._lora.parameters()
@@ -290,6 +339,20 @@ class LocalBackend:
             frozen=self._frozen,
         )
         return ModelState(self._trained_tensors(), self.optimizer.moments(), counters)
+
+
+def state_size(model: Any, options: LocalBackendOptions, *, num_shares: int = 1) -> StateSize:
+    """The least that a model's state takes on each device, from a model that may be without memory.
+
+    Args:
+        model: As it is loaded; of adapters, which come later, nothing is known.
+        options: What it will be kept in.
+        num_shares: Devices that share it out evenly.
+    """
+    size = sum(value.numel() for value in model.parameters()) * options.parameter_dtype.itemsize // num_shares
+    if options.lora is not None:
+        return StateSize(parameters=size, gradients=0, moments=0)
+    return StateSize(parameters=size * (2 if options.keep_reference else 1), gradients=size, moments=2 * size)
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,20 @@
 """Passes of batches through a model on one device, with gradients and without: what the policy and the critic have in common.
 
-Invariant: an error leaves no gradient behind, and memory that ran out is one message with the keys to lower.
+Invariant: an error leaves no gradient behind.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ostinato_engines.device import is_out_of_memory
 from ostinato_trainer.backends.adamw import AdamW
 from ostinato_trainer.backends.base import LossOutput
+from ostinato_trainer.backends.memory import MemoryOwner, out_of_memory_named
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError, BatchError
 
@@ -32,7 +31,8 @@ def accumulate_gradients(
     loss_of: Callable[[Batch], LossOutput],
     optimizer: AdamW,
     *,
-    keys: str,
+    cures: str,
+    owner: MemoryOwner | None = None,
     passes_for_all: bool = False,
 ) -> dict[str, float]:
     """The gradients of the micro-batches' summed losses, in the parameters; returns the merged metrics.
@@ -41,18 +41,20 @@ def accumulate_gradients(
         micro_batches: One without a trained token costs nothing, or a pass, see `passes_for_all`.
         loss_of: Runs the model on a micro-batch and makes its loss and metrics.
         optimizer: Whose gradients are cleared where something fails.
-        keys: What to lower where memory runs out.
+        cures: What to change where memory runs out.
+        owner: Whose memory it is.
         passes_for_all: `loss_of` is asked for micro-batches without a trained token too, since other ranks wait for this one's pass.
 
     Raises:
-        BackendError: memory ran out, or the loss has no gradient.
+        OutOfMemoryError: memory ran out.
+        BackendError: the loss has no gradient.
     """
     totals: dict[str, Any] = {}
     try:
-        with out_of_memory_named("an update", keys):
-            for micro_batch in micro_batches:
-                if micro_batch.num_loss_tokens == 0 and not passes_for_all:
-                    continue
+        for micro_batch in micro_batches:
+            if micro_batch.num_loss_tokens == 0 and not passes_for_all:
+                continue
+            with out_of_memory_named("an update", cures, owner=owner, batches=[micro_batch]):
                 loss, metrics = loss_of(micro_batch)
                 if not loss.requires_grad:
                     raise BackendError(
@@ -64,19 +66,6 @@ def accumulate_gradients(
         optimizer.clear_gradients()
         raise
     return {name: float(value) for name, value in totals.items()}
-
-
-@contextmanager
-def out_of_memory_named(what: str, keys: str) -> Iterator[None]:
-    """Raises BackendError, naming `what` was computed and the `keys` to lower, where the block runs out of memory."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise BackendError(
-            f"memory must suffice for {what}, but it ran out; lower {keys}, or data.max_response_length"
-        ) from error
 
 
 def check_ids(batch: Batch, vocab_size: int) -> None:

@@ -136,6 +136,13 @@ class ShardedOptimizer:
         moments = {key: state[key].flatten()[start:end].to(main, copy=True) for key in _MOMENTS}
         self._optimizer.optimizer.state[main] = {"step": torch.tensor(float(num_updates)), **moments}
 
+    def state_tensors(self) -> Iterator[Tensor]:
+        """What this rank holds of the float32 weights and the moments."""
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+        for state in self._optimizer.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
     def set_counters(self, *, num_steps: int, num_skipped: int) -> None:
         """Continues the schedule; gradients are cleared."""
         self.num_steps, self.num_skipped = num_steps, num_skipped

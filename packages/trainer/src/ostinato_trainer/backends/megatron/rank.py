@@ -23,16 +23,23 @@ from ostinato_trainer.backends.base import EntropyMode, LossFn, MicroBatchOutput
 from ostinato_trainer.backends.causal_lm import copy_tokenizer
 from ostinato_trainer.backends.megatron import core, files
 from ostinato_trainer.backends.megatron.mapping import Block
-from ostinato_trainer.backends.megatron.optimizer import STATE_KEYS, ShardedOptimizer
+from ostinato_trainer.backends.megatron.optimizer import MASTER, STATE_KEYS, ShardedOptimizer
 from ostinato_trainer.backends.megatron.options import MegatronOptions
 from ostinato_trainer.backends.megatron.pretrained import PretrainedTensors, model_config, rotary_frequencies
 from ostinato_trainer.backends.megatron.shape import DecoderShape
 from ostinato_trainer.backends.megatron.tensors import ModelTensors
+from ostinato_trainer.backends.memory import (
+    HeldMemory,
+    MemoryOwner,
+    StateSize,
+    check_state_fits,
+    held_memory,
+    out_of_memory_named,
+)
 from ostinato_trainer.backends.model_passes import (
     check_ids,
     check_temperature,
     merge_metrics,
-    out_of_memory_named,
     tokens_to_score,
 )
 from ostinato_trainer.backends.ranks.agreement import raise_alike
@@ -40,11 +47,16 @@ from ostinato_trainer.backends.ranks.base import RankPlace
 from ostinato_trainer.backends.state import BackendState, check_frozen, fingerprint
 from ostinato_trainer.backends.token_log_probs import VocabularyShard, chosen_log_probs_of_shard
 from ostinato_trainer.batch import Batch
-from ostinato_trainer.errors import BackendError, BatchError, CheckpointError
+from ostinato_trainer.errors import BackendError, BatchError, CheckpointError, OutOfMemoryError
 
-_MEMORY_KEYS: Final = (
-    "ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu, write model.enable_gradient_checkpointing=true, "
-    "split the model over more ranks"
+_BATCH_CURES: Final = (
+    "lower ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu, or data.max_response_length, write "
+    "model.enable_gradient_checkpointing=true, or split the model over more ranks"
+)
+_PASS_CURES: Final = "lower ppo_max_token_len_per_gpu, or data.max_response_length"
+_STATE_CURES: Final = (
+    "split the model over more ranks (actor.megatron.tensor_model_parallel_size, pipeline_model_parallel_size) or give it more devices "
+    "(trainer.nnodes, trainer.n_gpus_per_node)"
 )
 
 
@@ -76,15 +88,47 @@ class MegatronRank:
         self._groups = core.join_groups(options.layout, timeout_s=timeout_s)
         self._tensors = ModelTensors(self._shape, options.layout, self._groups, device)
         pretrained = PretrainedTensors(path)
-        self._model = self._loaded(pretrained)
-        self._reference, self._frozen = None, None
-        if options.keep_reference:
-            self._reference = self._loaded(pretrained).requires_grad_(False)
-            self._frozen = self._fingerprint(pretrained)
-        names = {part.parameter: part.names[0] for block in self._tensors.own_blocks for part in block.parts}
-        self.optimizer = ShardedOptimizer(self._model, options, self._groups, names)
+        self._check_memory()
+        with out_of_memory_named("the model's weights", _STATE_CURES):
+            self._model = self._loaded(pretrained)
+            self._reference, self._frozen = None, None
+            if options.keep_reference:
+                self._reference = self._loaded(pretrained).requires_grad_(False)
+                self._frozen = self._fingerprint(pretrained)
+            names = {part.parameter: part.names[0] for block in self._tensors.own_blocks for part in block.parts}
+            self.optimizer = ShardedOptimizer(self._model, options, self._groups, names)
+        if options.parameter_dtype is not torch.float32:
+            self._set_exact_weights(pretrained)
+        self.memory = MemoryOwner(device, self._held_memory)
+        """Whose memory messages speak of."""
         self.policy_version = 0
         """Optimizer steps that changed the weights."""
+
+    def _check_memory(self) -> None:
+        """Refuses, on all ranks alike, a share of the model that no device of this size holds."""
+        options, groups = self.options, self._groups
+        size = sum(math.prod(shape) for block in self._tensors.own_blocks for _, shape in block.tensors)
+        size //= options.layout.tensor_model_parallel_size
+        num_sharded = 2 if options.parameter_dtype == torch.float32 else 3  # the moments, and the float32 weights where others compute
+        state = StateSize(
+            parameters=size * options.parameter_dtype.itemsize * (2 if options.keep_reference else 1),
+            gradients=4 * size,
+            moments=4 * size * num_sharded // groups.data_size,
+        )
+        error: Exception | None = None
+        try:
+            check_state_fits(state, self._device, cures=_STATE_CURES)
+        except OutOfMemoryError as failure:
+            error = failure
+        raise_alike(error)
+
+    def _held_memory(self) -> HeldMemory:
+        return held_memory(
+            self._device,
+            self._model.parameters(),
+            optimizer=self.optimizer.state_tensors(),
+            reference=() if self._reference is None else self._reference.parameters(),
+        )
 
     @property
     def place(self) -> RankPlace:
@@ -114,7 +158,8 @@ class MegatronRank:
         in `optimizer_step` only.
 
         Raises:
-            BackendError: memory ran out, the loss has no gradient, or the temperature is not positive.
+            OutOfMemoryError: memory ran out.
+            BackendError: the loss has no gradient, or the temperature is not positive.
             BatchError: a token id lies outside the vocabulary, or positions are given.
         """
         check_temperature(temperature)
@@ -141,7 +186,7 @@ class MegatronRank:
 
         totals: dict[str, Any] = {}
         try:
-            with out_of_memory_named("an update", _MEMORY_KEYS):
+            with out_of_memory_named("an update", _BATCH_CURES, owner=self.memory, batches=trained):
                 for metrics in core.run_schedule(self.optimizer.model, trained, step, forward_only=False):
                     merge_metrics(totals, metrics)
         except BaseException:
@@ -162,7 +207,8 @@ class MegatronRank:
         """See `RankBackend.log_probs`; the last stage answers, the others with nothing.
 
         Raises:
-            BackendError: no reference is kept, memory ran out, or the temperature is not positive.
+            OutOfMemoryError: memory ran out.
+            BackendError: no reference is kept, or the temperature is not positive.
             BatchError: a token id lies outside the vocabulary, or positions are given.
         """
         check_temperature(temperature)
@@ -183,12 +229,13 @@ class MegatronRank:
 
             return core.states_of(stage, on_device), answer
 
-        with out_of_memory_named("log-probabilities", "ppo_max_token_len_per_gpu"):
+        with out_of_memory_named("log-probabilities", _PASS_CURES, owner=self.memory, batches=micro_batches):
             return core.run_schedule(model, [self._checked(each) for each in micro_batches], step, forward_only=True)
 
     def optimizer_step(self) -> OptimizerStats:
         """See `RankBackend.optimizer_step`."""
-        stats = self.optimizer.step()
+        with out_of_memory_named("an optimizer step", _STATE_CURES, owner=self.memory):
+            stats = self.optimizer.step()
         if not stats.skipped:
             self.policy_version += 1
         return stats
@@ -328,6 +375,14 @@ class MegatronRank:
                     parameters.pop(part.parameter).copy_(self._tensors.own_share(part, whole))
         assert not parameters, f"unmapped parameters: {sorted(parameters)}"
         return model
+
+    def _set_exact_weights(self, pretrained: PretrainedTensors) -> None:
+        """Gives the optimizer the weights as the folder has them. Rounded to 16 bits they would all lie on that type's grid, where steps shorter
+        than half its spacing change nothing that is computed."""
+        for block in self._tensors.own_blocks:
+            whole = pretrained.of_block(block)
+            for part in block.parts:
+                self.optimizer.set_state(part.parameter, {MASTER: self._tensors.own_share(part, whole)}, 0)
 
     def _log_probs(
         self,
