@@ -12,11 +12,14 @@ import pytest
 
 from ostinato_trainer.backends.ranks.processes import RankProcesses, RankProcessOptions
 from ostinato_trainer.backends.ranks.workers import RankDiedError, RankTimeoutError
-from ostinato_trainer.errors import BackendError, BatchError
+from ostinato_trainer.errors import BackendError, BatchError, OutOfMemoryError
+from ostinato_trainer.heartbeat import num_beats
 
 MODULE = '''
 import logging, time
+from pathlib import Path
 from ostinato_trainer.errors import BackendError, BatchError
+from ostinato_trainer.heartbeat import beat
 
 
 class Rank:
@@ -32,6 +35,13 @@ class Rank:
             raise BatchError(f"of rank {self.rank}")
         if directory == "one waits" and self.rank == 1:
             time.sleep(3600)
+        if directory == "memory":
+            raise MemoryError("CUDA out of memory")
+
+    def load(self, directory):
+        beat()
+        while not (Path(directory) / "go_on").exists():
+            time.sleep(0.01)
 
 
 def whole(address, device):
@@ -91,6 +101,29 @@ def test_calls_errors_and_a_death(ranks_module, caplog: pytest.LogCaptureFixture
         assert not [pid for pid in pids if is_there(pid)]
         with pytest.raises(BackendError, match="must be running"):
             ranks.call("policy_version", [(), ()])
+    finally:
+        ranks.close()
+
+
+def test_progress_within_a_call_is_a_heartbeat_here(ranks_module, tmp_path: Path) -> None:
+    """A call that waits until this process has heard of its progress comes to its end; and memory that runs out on ranks is the one error for it."""
+    ranks = make(num_ranks=1, call_timeout_s=300.0)
+    try:
+        ranks.start(ranks_module.whole)
+        before = num_beats()
+
+        def go_on() -> None:
+            while num_beats() == before:
+                time.sleep(0.01)
+            (tmp_path / "go_on").touch()
+
+        listener = threading.Thread(target=go_on, daemon=True)
+        listener.start()
+        ranks.call("load", [(tmp_path,)])
+        listener.join()
+        assert num_beats() >= before + 2  # the answer is one too
+        with pytest.raises(OutOfMemoryError, match=r"it ran out: CUDA out of memory; lower"):
+            ranks.call("save", [("memory",)])
     finally:
         ranks.close()
 

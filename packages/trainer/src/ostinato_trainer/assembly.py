@@ -33,6 +33,7 @@ from ostinato_trainer.backends.choice import build_backend
 from ostinato_trainer.backends.critic import LocalCritic
 from ostinato_trainer.backends.local import LocalBackendOptions
 from ostinato_trainer.backends.lora import lora_options
+from ostinato_trainer.backends.memory import EngineShare
 from ostinato_trainer.checkpoints.manager import CheckpointManager
 from ostinato_trainer.checkpoints.resume import ResumePoint, check_same_run, resume_point, take_up
 from ostinato_trainer.checkpoints.run_state import Stateful
@@ -271,8 +272,16 @@ def backend_options(config: Config, total_steps: int) -> LocalBackendOptions:
         max_tokens_per_forward=actor.ppo_max_token_len_per_gpu * actor.ranks_per_pass,
         use_remove_padding=config.actor_rollout_ref.model.use_remove_padding,
         use_torch_compile=actor.use_torch_compile,
+        engine=engine_share(config),
         lora=lora_options(config.actor_rollout_ref.model, seed=config.trainer.seed),
     )
+
+
+def engine_share(config: Config) -> EngineShare:
+    """What the engine is told to take of the devices that the policy is trained on."""
+    rollout = config.actor_rollout_ref.rollout
+    fraction = 0.0 if rollout.nnodes else rollout.gpu_memory_utilization or 0.0
+    return EngineShare(fraction=fraction, sleeps=config.engines_sleep)
 
 
 def build_critic(config: Config, total_steps: int) -> LocalCritic | None:
@@ -290,6 +299,7 @@ def build_critic(config: Config, total_steps: int) -> LocalCritic | None:
         grad_clip=critic.grad_clip,
         max_tokens_per_forward=settings.max_tokens,
         use_remove_padding=config.actor_rollout_ref.model.use_remove_padding,
+        engine=engine_share(config),
     )
     return LocalCritic.from_pretrained(critic.model.path or str(config.actor_rollout_ref.model.path), options)
 

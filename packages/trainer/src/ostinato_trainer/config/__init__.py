@@ -181,6 +181,12 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return self.trainer.seed if self.data.seed is None else self.data.seed
 
     @property
+    def num_training_devices(self) -> int:
+        """Devices that the policy is trained on."""
+        trainer = self.trainer
+        return 1 if self.actor_rollout_ref.actor.strategy == "local" else trainer.nnodes * trainer.n_gpus_per_node
+
+    @property
     def engines_sleep(self) -> bool:
         """Whether engines and training take turns on devices: engines sleep while the policy is trained."""
         rollout, trainer = self.actor_rollout_ref.rollout, self.trainer

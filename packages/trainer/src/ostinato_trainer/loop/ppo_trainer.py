@@ -89,7 +89,8 @@ class PPOTrainer:
                     if config.save_freq and self._is_due(config.save_freq):
                         with clock("save_checkpoint"):
                             await parts.checkpoints.save(self.step, self._record(metrics))
-                self._report(metrics | timing_metrics(clock.seconds, metrics) | memory_metrics(config.device or "auto"))
+                timings = timing_metrics(clock.seconds, metrics, num_devices=self.config.num_training_devices)
+                self._report(metrics | timings | memory_metrics(config.device or "auto"))
             with self._watchdog.phase("save_checkpoint"):
                 await parts.checkpoints.finish()
 

@@ -6,6 +6,7 @@ a pipe that ends with the controller.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -14,15 +15,19 @@ import select
 import signal
 import sys
 import threading
+import time
 from multiprocessing import current_process
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from ostinato_trainer.backends.ranks.handover import dumped
 from ostinato_trainer.backends.ranks.host import RankHost
-from ostinato_trainer.backends.ranks.messages import Answer, LogLine, failure_of
+from ostinato_trainer.backends.ranks.messages import Answer, LogLine, Progress, failure_of
+from ostinato_trainer.heartbeat import tell
 
 _PARENT_CHECK_S: Final = 1.0
+_BEAT_S: Final = 0.2
+"""Least time between two messages of progress."""
 HANDING_OVER: Final = frozenset({"next_weights"})
 """Methods whose tensors are handed over in memory that both processes see, instead of being copied into the answer."""
 
@@ -41,6 +46,24 @@ class _Forward(logging.Handler):
             self._connection.send_bytes(pickle.dumps(LogLine(record.name, record.levelno, record.getMessage())))
         except (OSError, ValueError, TypeError):
             self.handleError(record)
+
+
+class _Beats:
+    """Tells the controller of progress within a call, not more often than it looks.
+
+    Beats come from the thread that serves, which alone may write to the connection; others are not told.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._next = connection, 0.0
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now < self._next or threading.current_thread() is not threading.main_thread():
+            return
+        self._next = now + _BEAT_S
+        with contextlib.suppress(OSError):  # the controller has gone, and this process ends
+            self._connection.send_bytes(pickle.dumps(Progress()))
 
 
 def serve(connection: Connection) -> None:
@@ -73,6 +96,7 @@ def _started(connection: Connection, address: Any, factory: Any) -> RankHost:
     root.setLevel(logging.INFO)
     if address.rank == 0:
         root.addHandler(_Forward(connection))
+    tell(_Beats(connection))
     return RankHost(address, factory)
 
 

@@ -27,9 +27,19 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from ostinato_trainer.backends.ranks.base import RankAddress, RankFactory
 from ostinato_trainer.backends.ranks.handover import HandedOver, taken_over
-from ostinato_trainer.backends.ranks.messages import Answer, Failure, LogLine, error_of, named_ranks, replay, request_of
+from ostinato_trainer.backends.ranks.messages import (
+    Answer,
+    Failure,
+    LogLine,
+    Progress,
+    error_of,
+    named_ranks,
+    replay,
+    request_of,
+)
 from ostinato_trainer.backends.ranks.workers import RankDiedError, RankTimeoutError
 from ostinato_trainer.errors import BackendError
+from ostinato_trainer.heartbeat import beat
 
 _HOST: Final = "127.0.0.1"
 _POLL_S: Final = 0.25
@@ -61,13 +71,16 @@ class _Rank:
         self._life: int | None = life
 
     def exchange(self, request: bytes) -> Answer | Failure:
-        """Sends a request and waits for the answer; log lines that come before it are shown. Ends where the process does."""
+        """Sends a request and waits for the answer; log lines that come before it are shown, and whatever comes counts as a heartbeat of this
+        process. Ends where the process does."""
         self.pipe.send_bytes(request)
         while True:
             message = pickle.loads(self.pipe.recv_bytes())  # from a process that this one started
-            if not isinstance(message, LogLine):
+            beat()
+            if isinstance(message, LogLine):
+                replay(message)
+            elif not isinstance(message, Progress):
                 return message
-            replay(message)
 
     def let_go(self) -> None:
         """Closes the pipe on which the process sees that it is no longer needed."""

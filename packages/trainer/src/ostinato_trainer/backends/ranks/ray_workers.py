@@ -8,6 +8,7 @@ notices an end within milliseconds on this host; of another host that is lost it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 import threading
 from collections.abc import Coroutine, Sequence
@@ -34,12 +35,15 @@ from ostinato_trainer.backends.ranks.messages import Answer, Failure, error_of, 
 from ostinato_trainer.backends.ranks.processes import loopback
 from ostinato_trainer.backends.ranks.workers import RankDiedError, RankTimeoutError
 from ostinato_trainer.errors import BackendError
+from ostinato_trainer.heartbeat import beat, num_beats
 
 __all__ = ["RankActors"]
 
 T = TypeVar("T")
 
 _LOCAL_HOST: Final = "127.0.0.1"
+_LOOK_S: Final = 1.0
+"""Time between two looks at what a rank has computed."""
 _LATE_ERRORS_S: Final = 10.0
 """How long the others may take to raise what one rank has raised, before they count as waiting for it in vain."""
 
@@ -54,6 +58,10 @@ class _RankBody(ActorBody):
     async def serve(self, request: bytes) -> Answer | Failure:
         """Answers one call; the first must be `start`."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._serve, request)
+
+    async def num_beats(self) -> int:
+        """How much has been computed so far; answered while a call is served."""
+        return num_beats()
 
     def _serve(self, request: bytes) -> Answer | Failure:
         try:
@@ -205,20 +213,22 @@ class RankActors:
         waiting: set[asyncio.Future[Any]] = set(asked)
         loop = asyncio.get_running_loop()
         deadline, failures = loop.time() + self._call_timeout_s, {}
+        following = [asyncio.ensure_future(_follow(rank)) for rank in self._ranks]
         try:
             while waiting and loop.time() < deadline:
                 done, waiting = await asyncio.wait(
                     waiting, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED
                 )
                 for answer in done:
+                    beat()
                     number = asked.index(answer)
                     result = self._result(method, number, answer)
                     if isinstance(result, Failure):
                         failures[number] = result
                         deadline = min(deadline, loop.time() + _LATE_ERRORS_S)
         finally:
-            for answer in waiting:
-                answer.cancel()
+            for each in (*waiting, *following):
+                each.cancel()
         if failures:
             raise error_of(failures, len(asked))
         if waiting:
@@ -237,6 +247,18 @@ class RankActors:
             ) from error
         except ClusterError as error:
             raise BackendError(f"the answer of rank {number} to {method} must arrive, got {error}") from error
+
+
+async def _follow(rank: ActorProcess) -> None:
+    """Has this process's heart beat while that of a rank does, until cancelled or until the rank is lost, which its own call tells."""
+    seen = 0
+    with contextlib.suppress(ClusterError, ActorLostError):
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now = await rank.ask("num_beats")
+            if now != seen:
+                beat()
+            seen = now
 
 
 async def _end_all(ranks: Sequence[ActorProcess]) -> None:
