@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from ostinato_trainer.interrupts import TERMINATED, run_interruptibly
+from ostinato_trainer.interrupts import TERMINATED, run_interruptibly, terminated_as_interrupted
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +50,25 @@ def test_an_error_without_a_signal_stays_what_it_is() -> None:
     for error in (RuntimeError("mine"), KeyboardInterrupt()):
         with pytest.raises(type(error)):
             run_interruptibly(fail(error))
+
+
+def test_sigterm_unwinds_what_computes_without_a_loop() -> None:
+    """In the middle of computing SIGTERM unwinds as Ctrl-C and is the status 143; Ctrl-C and errors stay what they are; the answer to SIGTERM is the
+    usual one again afterwards, and a program's own is left alone."""
+    unwound = []
+    with pytest.raises(SystemExit) as caught, terminated_as_interrupted():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            unwound.append(True)
+    assert caught.value.code == TERMINATED
+    assert unwound == [True]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    for error in (RuntimeError("mine"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), terminated_as_interrupted():
+            raise error
+    own: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _frame: own.append(number))
+    with terminated_as_interrupted():
+        signal.raise_signal(signal.SIGTERM)
+    assert own == [signal.SIGTERM]

@@ -1,5 +1,6 @@
 """TensorBoard, wandb and Trackio record a run for real, without a network, and go on with it."""
 
+import asyncio
 import json
 import math
 import sqlite3
@@ -11,6 +12,7 @@ import pytest
 
 from ostinato_trainer.config import Config, TrainerConfig
 from ostinato_trainer.errors import LoggerError
+from ostinato_trainer.loggers.base import STEP_METRIC, RunEnd
 from ostinato_trainer.loggers.group import Loggers
 
 METRICS = {"critic/score/mean": 0.5, "actor/pg_loss": math.nan, "val-core/s/acc/mean@8": 1.0}
@@ -23,16 +25,21 @@ def config_for(folder: Path, *loggers: str) -> Config:
 
 
 def record(
-    config: Config, steps: tuple[int, ...], state: dict[str, str] | None = None, *, steps_done: int | None = None
+    config: Config,
+    steps: tuple[int, ...],
+    state: dict[str, str] | None = None,
+    *,
+    steps_done: int | None = None,
+    end: RunEnd = RunEnd.FINISHED,
 ) -> dict[str, str]:
     """Record some steps; returns the ids of the runs."""
     log = Loggers.from_config(config, state=state, steps_done=steps_done)
     log.describe({"versions/trainer": "torch 9"})
     for step in steps:
-        log.log(step, METRICS)
+        log.log(step, METRICS | {STEP_METRIC: float(step)})
     log.log_generations(steps[-1], [{"input": "How much?", "output": "Seven", "score": 1.0}])
     ids = log.state_dict()
-    log.close()
+    log.close(end)
     assert log.names == config.trainer.logger
     return ids
 
@@ -114,6 +121,73 @@ def test_trackio_records_and_goes_on_with_its_run(tmp_path: Path, monkeypatch: p
         rows = database.execute("SELECT step, metrics FROM metrics WHERE run_name = 'e' ORDER BY id").fetchall()
     steps = [step for step, metrics in rows if json.loads(metrics).get("critic/score/mean") == 0.5]
     assert steps == [1, 2, 3]
+
+
+def test_steps_that_trackio_has_are_recorded_again_in_a_run_of_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken up after step 1 of 3, twice: every run has each of its steps once."""
+    pytest.importorskip("trackio")
+    from trackio import sqlite_storage, utils
+
+    monkeypatch.setattr(utils, "TRACKIO_DIR", tmp_path)
+    monkeypatch.setattr(sqlite_storage, "TRACKIO_DIR", tmp_path)
+    config = config_for(tmp_path, "trackio")
+    ids = record(config, (1, 2, 3))
+    again = [record(config, (2, 3), state=ids, steps_done=1) for _ in range(2)]
+    assert again == [{"trackio": "e-after-step-1"}, {"trackio": "e-after-step-1-2"}]
+    assert record(config, (4,), state=again[0], steps_done=3) == again[0]
+    with sqlite3.connect(tmp_path / "p.db") as database:
+        rows = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+    steps: dict[str, list[int]] = {}
+    for name, step, metrics in rows:
+        if json.loads(metrics).get("critic/score/mean") == 0.5:
+            steps.setdefault(name, []).append(step)
+    assert steps == {"e": [1, 2, 3], "e-after-step-1": [2, 3, 4], "e-after-step-1-2": [2, 3]}
+
+
+@pytest.mark.slow
+def test_mlflow_shows_how_a_run_has_ended_and_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that failed is FAILED, one that was killed KILLED; taken up where it stood it goes on and can finish, taken up before that the steps
+    that are done again are those of a run below it."""
+    mlflow = pytest.importorskip("mlflow")
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    mlflow.set_tracking_uri(store)
+    config = config_for(tmp_path, "mlflow")
+
+    def of(ids: dict[str, str]) -> tuple[str, list[int], dict[str, str]]:
+        client = mlflow.MlflowClient()
+        run = client.get_run(ids["mlflow"])
+        history = client.get_metric_history(ids["mlflow"], "critic/score/mean")
+        return run.info.status, [point.step for point in history], run.data.tags
+
+    ids = record(config, (1, 2), end=RunEnd.FAILED)
+    assert of(ids)[:2] == ("FAILED", [1, 2])
+    assert record(config, (3,), state=ids, steps_done=2, end=RunEnd.KILLED) == ids
+    assert of(ids)[:2] == ("KILLED", [1, 2, 3])
+    below = record(config, (3, 4), state=ids, steps_done=2)
+    assert below != ids
+    assert of(ids)[:2] == ("KILLED", [1, 2, 3])
+    status, steps, tags = of(below)
+    assert (status, steps) == ("FINISHED", [3, 4])
+    assert (tags["mlflow.parentRunId"], tags["continues_after_step"]) == (ids["mlflow"], "2")
+    assert record(config, (5,), state=below, steps_done=4) == below
+    assert of(below)[:2] == ("FINISHED", [3, 4, 5])
+
+
+@pytest.mark.parametrize(
+    ("error", "end"),
+    [
+        (None, RunEnd.FINISHED),
+        (ValueError("x"), RunEnd.FAILED),
+        (KeyboardInterrupt(), RunEnd.KILLED),
+        (asyncio.CancelledError(), RunEnd.KILLED),
+    ],
+)
+def test_an_error_is_an_end(error: BaseException | None, end: RunEnd) -> None:
+    """Nothing is a finished run, an error a failed one, an interrupt a killed one."""
+    assert RunEnd.of(error) is end
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])

@@ -41,7 +41,7 @@ class Recorder:
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         self.samples = (step, list(rows))
 
-    def close(self) -> None:
+    def close(self, end: object = None) -> None:
         self.num_closed += 1
 
 
@@ -145,7 +145,7 @@ from ostinato_trainer.loggers.thread import LoggerThread, end_in_time
 class Hanging:
     name = "hanging"
     def log(self, step, metrics): threading.Event().wait()
-    def close(self): pass
+    def close(self, end=None): pass
 
 atexit.register(threading.Event().wait)
 log = Loggers([LoggerThread("hanging", Hanging, close_timeout_s=0.01)])

@@ -93,7 +93,7 @@ class Broken:
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         raise AssertionError("not asked here")
 
-    def close(self) -> None:
+    def close(self, end: object = None) -> None:
         raise OSError("gone")
 
 

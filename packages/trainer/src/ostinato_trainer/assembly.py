@@ -45,6 +45,7 @@ from ostinato_trainer.data.assembly import build_datasets
 from ostinato_trainer.data.dataset import PromptDataset
 from ostinato_trainer.data.prompt_loader import PromptLoader
 from ostinato_trainer.interrupts import run_interruptibly
+from ostinato_trainer.loggers.base import RunEnd
 from ostinato_trainer.loggers.group import Loggers
 from ostinato_trainer.loop.callbacks import StepFunction, load_callbacks
 from ostinato_trainer.loop.critic_update import critic_update_settings
@@ -164,7 +165,7 @@ async def _run(
             steps_done=None if point is None else point.step,
             state=None if point is None else point.state.loggers,
         )
-        stack.callback(loggers.close)
+        stack.push(lambda _kind, error, _traceback: loggers.close(RunEnd.of(error)))
         stack.push_async_callback(rewards.aclose)
         stack.push_async_callback(manager.close)
         stack.push_async_callback(pool.shutdown)

@@ -10,13 +10,14 @@ import asyncio
 import logging
 import signal
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
 
 from ostinato_trainer.errors import StalledError
 
-__all__ = ["TERMINATED", "run_interruptibly"]
+__all__ = ["TERMINATED", "run_interruptibly", "terminated_as_interrupted"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,35 @@ def run_interruptibly(main: Coroutine[Any, Any, None]) -> None:
         raise SystemExit(TERMINATED)
     if ended_by is not None:
         raise KeyboardInterrupt
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Within the block, which computes without an event loop, SIGTERM interrupts as Ctrl-C does, so that what it holds is released.
+
+    Raises:
+        SystemExit: SIGTERM came, to which the program has no answer of its own, and the block has unwound; the status is 143.
+    """
+    on_main = threading.current_thread() is threading.main_thread()
+    if not on_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    came = False
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except BaseException as error:
+        if not came or not _tells_of_interrupt(error):
+            raise
+        raise SystemExit(TERMINATED) from error
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 async def _interrupted(main: Coroutine[Any, Any, None]) -> int | None:

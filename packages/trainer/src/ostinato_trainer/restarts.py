@@ -78,7 +78,7 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
 def _going_on(config: Config) -> Config:
     """The configuration of a run that goes on: from its own newest checkpoint, once it has written one."""
     trainer = config.trainer
-    has_own = any(Path(trainer.local_dir).expanduser().glob("global_step_*"))
+    has_own = any(Path(trainer.local_dir).glob("global_step_*"))
     if trainer.resume_mode == "auto" or not has_own:
         return config
     return msgspec.structs.replace(config, trainer=msgspec.structs.replace(trainer, resume_mode="auto"))

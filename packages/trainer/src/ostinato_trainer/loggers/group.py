@@ -21,7 +21,7 @@ from rich.console import Console
 
 from ostinato_trainer.config import Config
 from ostinato_trainer.errors import LoggerError
-from ostinato_trainer.loggers.base import MetricsLogger
+from ostinato_trainer.loggers.base import MetricsLogger, RunEnd
 from ostinato_trainer.loggers.thread import LoggerThread
 
 __all__ = ["METRICS_FILE", "VALIDATION_FILE", "ConsoleLogger", "JsonlLogger", "Loggers", "MetricsLogger"]
@@ -78,7 +78,7 @@ class ConsoleLogger:
                 if name in row:
                     self._print(f"[step {step}] {name}: {row[name]}")
 
-    def close(self) -> None:
+    def close(self, end: RunEnd = RunEnd.FINISHED) -> None:
         """Nothing is pending."""
 
     def _print(self, text: str) -> None:
@@ -131,7 +131,7 @@ class JsonlLogger:
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Not here: `trainer.validation_data_dir` has them all."""
 
-    def close(self) -> None:
+    def close(self, end: RunEnd = RunEnd.FINISHED) -> None:
         """Close the file."""
         self._file.close()
 
@@ -173,7 +173,7 @@ class Loggers:
             for name in config.trainer.logger:
                 made._loggers.append(_open(name, config, console, steps_done, (state or {}).get(name)))
         except BaseException:
-            made.close()
+            made.close(RunEnd.FAILED)
             raise
         return made
 
@@ -208,13 +208,13 @@ class Loggers:
                 logger.exception("the logger %s failed %s and gets no further metrics", each.name, when)
                 self._loggers.remove(each)
                 with contextlib.suppress(Exception):  # said already
-                    each.close()
+                    each.close(RunEnd.FAILED)
 
-    def close(self) -> None:
-        """Close every logger that still works."""
+    def close(self, end: RunEnd = RunEnd.FINISHED) -> None:
+        """Close every logger that still works, and tell it how the run has ended."""
         for each in self._loggers:
             try:
-                each.close()
+                each.close(end)
             except Exception:
                 logger.exception("the logger %s failed while closing", each.name)
 
@@ -246,7 +246,7 @@ def _open(
             f"or leave {name} out of trainer.logger"
         ) from None
     steps_done = None if config.trainer.val_only else steps_done  # does no step again
-    goes_on = {"run_id": run_id} if has_run_id else {"steps_done": steps_done}
+    goes_on: dict[str, Any] = {"steps_done": steps_done} | ({"run_id": run_id} if has_run_id else {})
     return LoggerThread(name, partial(made, config, **goes_on))
 
 

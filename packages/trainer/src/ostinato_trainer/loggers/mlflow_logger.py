@@ -6,6 +6,7 @@ Where the tracking server is, MLflow itself decides (`MLFLOW_TRACKING_URI`).
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from ostinato_trainer.config import Config
 from ostinato_trainer.config.docs import config_rows
 from ostinato_trainer.config.loading import flat_values
 from ostinato_trainer.errors import LoggerError
+from ostinato_trainer.loggers.base import STEP_METRIC, RunEnd
 
 __all__ = ["MlflowLogger", "mlflow_name"]
 
@@ -34,6 +36,8 @@ class MlflowLogger:
     Args:
         config: every key is recorded as a parameter.
         run_id: of the run to go on with; None begins one.
+        steps_done: of a run that is taken up again. Where steps after it are recorded already, they stay as they are, and a run below that one
+            begins: MLflow keeps whatever was recorded of a step beside what is recorded of it later.
 
     Raises:
         LoggerError: the tracking server cannot be reached or refuses.
@@ -41,11 +45,15 @@ class MlflowLogger:
 
     name = "mlflow"
 
-    def __init__(self, config: Config, *, run_id: str | None = None) -> None:
+    def __init__(self, config: Config, *, run_id: str | None = None, steps_done: int | None = None) -> None:
         try:
             _, experiment_id = open_experiment(resolved_uri(None), config.trainer.project_name)
             mlflow.set_experiment(experiment_id=experiment_id)
-            self._run = mlflow.start_run(run_id=run_id, run_name=config.trainer.experiment_name)
+            tags = {}
+            if run_id is not None and steps_done is not None and _last_step(run_id) > steps_done:
+                tags = {"mlflow.parentRunId": run_id, "continues_after_step": str(steps_done)}
+                run_id = None
+            self._run = mlflow.start_run(run_id=run_id, run_name=config.trainer.experiment_name, tags=tags)
             values = flat_values(config)
             if run_id is None:  # a parameter is written once
                 mlflow.log_params({row.key: str(values[row.key])[:_MAX_PARAM_CHARS] for row in config_rows()})
@@ -71,9 +79,14 @@ class MlflowLogger:
             {"generations": [dict(row) for row in rows]}, f"val_generations/{step}.json", run_id=self.run_id
         )
 
-    def close(self) -> None:
-        """End the run."""
-        mlflow.end_run()
+    def close(self, end: RunEnd = RunEnd.FINISHED) -> None:
+        """End the run, with MLflow's status for how it has ended."""
+        mlflow.end_run(status=end.value.upper())
+
+
+def _last_step(run_id: str) -> float:
+    """The last step that a run has metrics of; below any where it has none."""
+    return mlflow.get_run(run_id).data.metrics.get(mlflow_name(STEP_METRIC), -math.inf)
 
 
 def mlflow_name(name: str) -> str:

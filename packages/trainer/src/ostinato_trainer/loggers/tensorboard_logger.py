@@ -11,6 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 from ostinato_trainer.config import Config
 from ostinato_trainer.config.loading import to_yaml
 from ostinato_trainer.errors import LoggerError
+from ostinato_trainer.loggers.base import RunEnd
 from ostinato_trainer.metrics.generations import GENERATION_COLUMNS
 
 __all__ = ["TENSORBOARD_FOLDER", "TensorboardLogger"]
@@ -60,6 +61,6 @@ class TensorboardLogger:
             parts = [f"**{column}**\n\n```\n{row[column]}\n```" for column in GENERATION_COLUMNS if column in row]
             self._writer.add_text(f"val_generations/{number}", "\n\n".join(parts), global_step=step)
 
-    def close(self) -> None:
+    def close(self, end: RunEnd = RunEnd.FINISHED) -> None:
         """Close the files."""
         self._writer.close()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from ostinato_trainer.errors import LoggerError
-from ostinato_trainer.loggers.base import MetricsLogger
+from ostinato_trainer.loggers.base import MetricsLogger, RunEnd
 
 __all__ = ["LoggerThread", "end_in_time"]
 
@@ -62,6 +62,7 @@ class LoggerThread:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._queue_size = queue_size
         self._is_given_up = False
+        self._end = RunEnd.FAILED  # where nobody says how the run ends, as where the logger is ready too late
         self._error: BaseException | None = None
         self._close_timeout_s = close_timeout_s
         self._is_open = threading.Event()
@@ -95,7 +96,7 @@ class LoggerThread:
         kept = [dict(row) for row in rows]
         self._put(lambda inner: inner.log_generations(step, kept))
 
-    def close(self) -> None:
+    def close(self, end: RunEnd = RunEnd.FINISHED) -> None:
         """Wait, up to the deadline, until everything is written out.
 
         Raises:
@@ -104,6 +105,7 @@ class LoggerThread:
         """
         if self.num_dropped:
             logger.warning("the logger %s has not got %d records, since too many waited", self.name, self.num_dropped)
+        self._end = end
         self._tasks.put(None)
         self._thread.join(self._close_timeout_s)
         if self._thread.is_alive():
@@ -148,7 +150,7 @@ class LoggerThread:
             self._is_open.set()
             if inner is not None:
                 try:
-                    inner.close()
+                    inner.close(self._end)
                 except BaseException as error:
                     self._error = self._error or error
 

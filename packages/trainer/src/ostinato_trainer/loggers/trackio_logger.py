@@ -5,14 +5,17 @@ Where runs are kept is Trackio's own affair (`TRACKIO_DIR`, `TRACKIO_SPACE_ID`);
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import trackio  # pyright: ignore[reportMissingImports]  (an extra)
+from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
 
 from ostinato_trainer.config import Config
 from ostinato_trainer.config.loading import flat_values
 from ostinato_trainer.errors import LoggerError
+from ostinato_trainer.loggers.base import RunEnd
 from ostinato_trainer.metrics.generations import GENERATION_COLUMNS
 
 __all__ = ["TrackioLogger"]
@@ -24,6 +27,8 @@ class TrackioLogger:
     Args:
         config: Every key is recorded.
         run_id: Name of the run to go on with; None begins one.
+        steps_done: Of a run that is taken up again. Where Trackio's database of this machine has steps after it, they stay as they are, and a
+            run of another name begins.
 
     Raises:
         LoggerError: Trackio refuses.
@@ -31,11 +36,14 @@ class TrackioLogger:
 
     name = "trackio"
 
-    def __init__(self, config: Config, *, run_id: str | None = None) -> None:
+    def __init__(self, config: Config, *, run_id: str | None = None, steps_done: int | None = None) -> None:
+        project, name = config.trainer.project_name, run_id or config.trainer.experiment_name
         try:
+            if run_id is not None and steps_done is not None and _last_step(project, run_id) > steps_done:
+                run_id, name = None, _free_name(project, f"{run_id}-after-step-{steps_done}")
             self._run = trackio.init(
-                project=config.trainer.project_name,
-                name=run_id or config.trainer.experiment_name,
+                project=project,
+                name=name,
                 config={
                     key: value if isinstance(value, int | float) else str(value)
                     for key, value in flat_values(config).items()
@@ -70,6 +78,20 @@ class TrackioLogger:
         }
         self._run.log(texts, step=step)
 
-    def close(self) -> None:
-        """Finish the run."""
+    def close(self, end: RunEnd = RunEnd.FINISHED) -> None:
+        """Finish the run; Trackio shows no end."""
         self._run.finish()
+
+
+def _last_step(project: str, name: str) -> float:
+    """The last step that is recorded of a run; below any where none is, or where the records are on a server."""
+    step = SQLiteStorage.get_max_step_for_run(project, name)
+    return -math.inf if step is None else step
+
+
+def _free_name(project: str, name: str) -> str:
+    """The name, or the first with a number behind it that no run of the project has."""
+    taken = set(SQLiteStorage.get_runs(project))
+    return next(
+        each for each in (name, *(f"{name}-{number}" for number in range(2, len(taken) + 3))) if each not in taken
+    )

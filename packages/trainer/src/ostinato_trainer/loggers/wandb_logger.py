@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import wandb  # pyright: ignore[reportMissingImports]  (an extra)
 
 from ostinato_trainer.config import Config
 from ostinato_trainer.config.loading import flat_values
 from ostinato_trainer.errors import LoggerError
+from ostinato_trainer.loggers.base import RunEnd
 from ostinato_trainer.metrics.generations import GENERATION_COLUMNS
 
 __all__ = ["WandbLogger"]
+
+_EXIT_CODES: Final = {RunEnd.FINISHED: 0, RunEnd.FAILED: 1, RunEnd.KILLED: 255}
+"""As wandb has them itself, 255 for Ctrl-C."""
 
 
 class WandbLogger:
@@ -26,6 +30,7 @@ class WandbLogger:
     Args:
         config: Every key is recorded.
         run_id: Of the run to go on with; None begins one.
+        steps_done: Not read: of steps that are done again wandb itself keeps what was recorded first.
 
     Raises:
         LoggerError: wandb refuses, without an account for example.
@@ -33,7 +38,7 @@ class WandbLogger:
 
     name = "wandb"
 
-    def __init__(self, config: Config, *, run_id: str | None = None) -> None:
+    def __init__(self, config: Config, *, run_id: str | None = None, steps_done: int | None = None) -> None:
         folder = Path(config.trainer.local_dir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -68,6 +73,6 @@ class WandbLogger:
         data: list[Any] = [[str(row.get(column, "")) for column in GENERATION_COLUMNS] for row in rows]
         self._run.log({"val/generations": wandb.Table(columns=list(GENERATION_COLUMNS), data=data)}, step=step)
 
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
+    def close(self, end: RunEnd = RunEnd.FINISHED) -> None:
+        """Finish the run; one that has failed has an exit code, by which wandb shows it as such."""
+        self._run.finish(exit_code=_EXIT_CODES[end])

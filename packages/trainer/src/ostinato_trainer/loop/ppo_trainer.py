@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from ostinato_agent_loop import check_rollout
 from ostinato_trainer.algorithms.advantages import advantage_estimator
 from ostinato_trainer.config import Config
+from ostinato_trainer.loggers.base import STEP_METRIC
 from ostinato_trainer.loop.callbacks import Callbacks
 from ostinato_trainer.loop.critic_update import CriticUpdate
 from ostinato_trainer.loop.experience import batch_of, prepare_batch, with_baselines
@@ -158,7 +159,7 @@ class PPOTrainer:
         self._callbacks.tell("on_step_end", self.step, self._record(metrics))
 
     def _record(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        return {**metrics, "training/global_step": float(self.step)}
+        return {**metrics, STEP_METRIC: float(self.step)}
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:

@@ -11,7 +11,6 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from ostinato_rollout.ray_cluster import (
     ActorBody,
@@ -25,6 +24,7 @@ from ostinato_rollout.ray_cluster import (
 )
 from ostinato_trainer.config import Config
 from ostinato_trainer.errors import ConfigError
+from ostinato_trainer.home_paths import home_path
 from ostinato_trainer.placement.layout import Layout, layout_of, missing_places
 from ostinato_trainer.placement.user_files import named_files
 
@@ -105,7 +105,15 @@ class _LookingBody(ActorBody):
 
     async def missing(self, paths: list[str]) -> list[str]:
         """Those that are not there."""
-        return [path for path in paths if not Path(path).expanduser().exists()]
+        return [path for path in paths if not _is_there(path)]
+
+
+def _is_there(path: str) -> bool:
+    """Whether a path leads to something on this node; one that begins with the home of somebody unknown here does not."""
+    try:
+        return home_path(path, "a file's path").exists()
+    except ConfigError:
+        return False
 
 
 async def _check_files(config: Config, layout: Layout, groups: list) -> None:

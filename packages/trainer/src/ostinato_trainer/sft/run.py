@@ -26,6 +26,8 @@ from ostinato_trainer.checkpoints.resume import ResumePoint, resume_point, take_
 from ostinato_trainer.checkpoints.whole_folder import check_root, writing_below
 from ostinato_trainer.config.sft import SftConfig
 from ostinato_trainer.errors import TrainingInterrupted
+from ostinato_trainer.home_paths import home_path
+from ostinato_trainer.interrupts import terminated_as_interrupted
 from ostinato_trainer.progress import step_progress
 from ostinato_trainer.sft.checkpoints import LearnedConversations, SftCheckpoints, began_at, check_unused
 from ostinato_trainer.sft.checks import check_sft
@@ -54,11 +56,13 @@ def run_sft(config: SftConfig, *, console: Console) -> None:
         TokenizationError, BackendError: The folder holds no tokenizer or no model.
         CheckpointError: The output is occupied or cannot be written, or its checkpoints are of another run.
         TrainingInterrupted: No step could change the model.
+        KeyboardInterrupt, SystemExit: Ctrl-C or SIGTERM came; checkpoints that are there are whole, and the same run goes on from the newest.
     """
     check_sft(config)
-    folder = Path(str(config.trainer.default_local_dir)).expanduser()
+    folder = home_path(str(config.trainer.default_local_dir), "trainer.default_local_dir")
     check_root(folder)
     with (
+        terminated_as_interrupted(),
         CheckpointManager(folder, max_to_keep=config.trainer.max_ckpt_to_keep) as manager,
         step_progress(console) as bars,
     ):

@@ -16,6 +16,7 @@ from ostinato_engines.device import HOST
 from ostinato_trainer.backends.causal_lm import load_causal_lm
 from ostinato_trainer.backends.megatron.mapping import Block
 from ostinato_trainer.errors import BackendError
+from ostinato_trainer.home_paths import home_path
 
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -32,7 +33,7 @@ class PretrainedTensors:
     """
 
     def __init__(self, path: str | Path) -> None:
-        folder = Path(path).expanduser()
+        folder = home_path(path, "actor_rollout_ref.model.path", BackendError)
         self._files: dict[str, Path] = {}
         self._loaded: Mapping[str, Tensor] = {}
         try:

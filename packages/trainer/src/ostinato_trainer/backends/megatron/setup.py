@@ -5,7 +5,6 @@ Read in the controller, before anything starts; imports neither Megatron nor tor
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Final
 
 from ostinato_trainer.backends.adamw import AdamWOptions
@@ -13,6 +12,7 @@ from ostinato_trainer.backends.megatron.options import MegatronOptions, Megatron
 from ostinato_trainer.backends.megatron.shape import DecoderShape, MegatronLayout
 from ostinato_trainer.config import Config
 from ostinato_trainer.errors import BackendError
+from ostinato_trainer.home_paths import home_path
 
 _ACTOR: Final = "actor_rollout_ref.actor"
 _MODEL: Final = "actor_rollout_ref.model"
@@ -52,13 +52,13 @@ def megatron_problems(config: Config) -> list[str]:
             f"{_MODEL}.use_remove_padding must be true with {_ACTOR}.strategy=megatron, which packs sequences, got false; "
             f"write {_MODEL}.use_remove_padding=true"
         )
-    if model.path is not None and Path(model.path).expanduser().is_dir():
-        try:
+    try:
+        if model.path is not None and home_path(model.path, f"{_MODEL}.path", BackendError).is_dir():
             layout_of(config).check(
                 DecoderShape.from_folder(model.path), config.trainer.nnodes * config.trainer.n_gpus_per_node
             )
-        except BackendError as error:
-            problems.append(str(error))
+    except BackendError as error:
+        problems.append(str(error))
     return problems
 
 
