@@ -1,4 +1,4 @@
-"""`ShardedModel`: a Hugging Face causal language model of which every rank holds a slice, by `fully_shard`.
+"""`ShardedModel`: a Hugging Face causal language model, or a critic, of which every rank holds a slice, by `fully_shard`.
 
 Invariants: the model is whole nowhere but in the host memory of rank 0, once, while it is loaded; a layer's parameters are gathered for its own
 pass only; and gradients are summed over ranks in the type of the parameters. It knows no loss and no optimizer.
@@ -7,7 +7,7 @@ pass only; and gradients are summed over ranks in the type of the parameters. It
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,14 +26,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from ostinato_engines.device import HOST
-from ostinato_trainer.backends.causal_lm import CausalLM, load_causal_lm, persistent_tensors
+from ostinato_trainer.backends.causal_lm import CausalLM
+from ostinato_trainer.backends.fsdp2_mesh import ShardMesh
+from ostinato_trainer.backends.fsdp2_source import ModelSource
 from ostinato_trainer.backends.packing import layers_of
-from ostinato_trainer.backends.ranks.agreement import raise_alike
-from ostinato_trainer.backends.sequence_ranks import SequenceRanks
-from ostinato_trainer.backends.state import fingerprint
-from ostinato_trainer.errors import BackendError
-
-_ROOT_PREFIX = "model."
+from ostinato_trainer.backends.value_model import ValueModel
 
 Result = TypeVar("Result")
 
@@ -69,46 +66,45 @@ class ShardedModel:
     """One rank's slice of a model, in evaluation mode. Making one, and every method, is collective.
 
     Args:
-        path: Folder or hub id of the model; read by rank 0.
-        device: What this rank computes on.
-        mesh: Of one dimension, over all ranks.
+        source: What it is made from; read by rank 0.
+        mesh: Where this rank stands.
         options: See `ShardOptions`.
-        sequence_ranks: With whom this rank shares packed rows; see there.
         admit: Is shown the model while nothing of it is on the device; what it raises, it raises on all ranks.
 
     Raises:
-        BackendError: the path holds no model that can be loaded, or the model cannot be cut up; on all ranks alike.
+        TrainerError: the source holds no model that can be loaded, or the model cannot be cut up; on all ranks alike.
     """
 
     def __init__(
         self,
-        path: str | Path,
-        device: torch.device,
-        mesh: DeviceMesh,
+        source: ModelSource,
+        mesh: ShardMesh,
         options: ShardOptions,
         *,
-        sequence_ranks: SequenceRanks | None = None,
         admit: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        self.device, self.mesh, self.options = device, mesh, options
-        source, config = _loaded_on_first(path, options.parameter_dtype)
-        self.model = _without_memory(config, options.parameter_dtype)
-        if sequence_ranks is not None and (num_heads := getattr(config.get_text_config(), "num_attention_heads", None)):
-            sequence_ranks.check_heads(num_heads)
+        self.device, self.mesh, self.options = mesh.device, mesh.slices, options
+        whole, outline = source.outlined(options.parameter_dtype)
+        self.fingerprint = outline.fingerprint
+        """Of the weights that it began with, without adapters; see `state.fingerprint`."""
+        self.model, self.adapters = source.without_memory(outline, options.parameter_dtype)
+        num_heads = getattr(outline.config.get_text_config(), "num_attention_heads", None)
+        if mesh.sequence_ranks is not None and num_heads:
+            mesh.sequence_ranks.check_heads(num_heads)
         if admit is not None:
             admit(self.model)
         layers = layers_of(self.model)
         if options.gradient_checkpointing:
             for layer in layers:
                 layer.forward = _recomputing(layer.forward)
-        self._root = _sharded(self.model, layers, mesh, options)
-        self.fingerprint = _fingerprint_on_first(source)
-        """Of the weights that it began with; see `state.fingerprint`."""
-        self._fill(source)
-        del source
+        self._root = _sharded(self.model, layers, self.mesh, options)
+        self._fill(whole)
+        del whole
         with torch.no_grad():
             self.lm: CausalLM = self.run(
-                lambda: CausalLM(self.model, remove_padding=options.use_remove_padding, sequence_ranks=sequence_ranks)
+                lambda: CausalLM(
+                    self.model, remove_padding=options.use_remove_padding, sequence_ranks=mesh.sequence_ranks
+                )
             )
 
     def run(self, function: Callable[[], Result]) -> Result:
@@ -127,22 +123,35 @@ class ShardedModel:
         if hasattr(self._root, "reset_iter_state"):  # since torch 2.13
             self._root.reset_iter_state()
 
-    def tensors(self) -> dict[str, Tensor]:
-        """This rank's slices (as DTensors) and the persistent buffers, by their names in the model, in its order."""
-        return self.lm.named_tensors()
-
     def parameters(self) -> dict[str, nn.Parameter]:
         """The slices that are trained."""
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
-    def whole(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """All of a tensor, on this rank's device and in `dtype` where it is a sharded one."""
-        return gathered(tensor, self.device, dtype)
+    def trained_tensors(self) -> Mapping[str, Tensor]:
+        """What training may change, by its names in the model: all slices (as DTensors) and persistent buffers, or those of the adapters alone."""
+        return self.lm.named_tensors() if self.adapters is None else self.adapters.parameters()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Slices and persistent buffers of the model without its adapters, by their names there, in its order."""
+        tensors = self.lm.named_tensors()
+        return tensors if self.adapters is None else self.adapters.base_tensors(tensors)
 
     def whole_tensors(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """All tensors in order, each gathered when it is asked for; a sharded one in `dtype`."""
+        """All of `tensors` in order, on this rank's device, with what adapters add to them; each is gathered when it is asked for, and a sharded
+        one is in `dtype`."""
+        trained = self.trained_tensors()
         for name, tensor in self.tensors().items():
-            yield name, self.whole(tensor, dtype)
+            parts = () if self.adapters is None else self.adapters.parts_of(name)
+            if self.adapters is None or not parts:
+                yield name, gathered(tensor, self.device, dtype)
+                continue
+            updates = {part: gathered(trained[part], self.device) for part in parts}
+            merged = self.adapters.merge(name, gathered(tensor, self.device), updates)
+            yield name, merged.to(dtype or merged.dtype)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Inside the block the model is the one that was loaded."""
+        return nullcontext() if self.adapters is None else self.adapters.off()
 
     def _fill(self, source: nn.Module | None) -> None:
         """Gives slices and buffers their values from the whole model, which only rank 0 has."""
@@ -183,46 +192,6 @@ def gathered(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = N
     return part.full_tensor()
 
 
-def _loaded_on_first(path: str | Path, dtype: torch.dtype) -> tuple[nn.Module | None, Any]:
-    """The model, on rank 0 only and in the host's memory, and its configuration, on all."""
-    model, error = None, None
-    if dist.get_rank() == 0:
-        try:
-            model = load_causal_lm(path, dtype=dtype, device=torch.device(HOST))
-        except BackendError as failure:
-            error = failure
-    raise_alike(error)
-    config = [None if model is None else model.config]
-    dist.broadcast_object_list(config, src=0)
-    return model, config[0]
-
-
-def _fingerprint_on_first(model: nn.Module | None) -> str:
-    """The fingerprint of parameters and persistent buffers, on all ranks."""
-    found: list[str | None] = [None]
-    if model is not None:
-        found[0] = fingerprint(persistent_tensors(model))
-    dist.broadcast_object_list(found, src=0)
-    assert found[0] is not None
-    return found[0]
-
-
-def _without_memory(config: Any, dtype: torch.dtype) -> Any:
-    """The model of a configuration on the device `meta`, in evaluation mode."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.tie_weights()
-    for name, module in model.named_modules():
-        loose = [key for key, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
-        if loose:
-            raise BackendError(
-                f"the model must keep its tensors as parameters or buffers to be sharded, got {name}.{loose[0]}; use strategy=local"
-            )
-    return model.eval()
-
-
 def _sharded(model: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, options: ShardOptions) -> Any:
     """Cuts up each layer, then the rest with the root, so that a backward pass gathers one layer at a time."""
     precision = MixedPrecisionPolicy()
@@ -230,6 +199,8 @@ def _sharded(model: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, option
         precision = MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=options.parameter_dtype)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != HOST) if options.param_offload else OffloadPolicy()
     root = _Root(model)
+    if isinstance(model, ValueModel):  # its head is computed in the slices' own type
+        fully_shard(model.score, mesh=mesh, offload_policy=offload, reshard_after_forward=options.reshard_after_forward)
     for module in (*layers, root):
         reshard = options.reshard_after_forward and module is not root
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)

@@ -101,6 +101,7 @@ class LoraAdapters:
     Args:
         model: A `transformers` model on its device; it is changed in place: its own parameters are frozen.
         options: See `LoraOptions`.
+        config: Of the same adapters on another copy of the model: they are made after its pattern, and whoever made them gives them their values.
 
     Raises:
         ImportError: peft is not installed; `lora_options` says so before.
@@ -108,13 +109,17 @@ class LoraAdapters:
         CheckpointError: `adapter_path` holds no adapters, or those of another model.
     """
 
-    def __init__(self, model: nn.Module, options: LoraOptions) -> None:
+    def __init__(self, model: nn.Module, options: LoraOptions, *, config: Any = None) -> None:
         peft = _peft()
         self._model = model
-        self._config = _stored_config(options) if options.adapter_path else _new_config(model, options)
+        from_folder = config is None and bool(options.adapter_path)
+        if config is None:
+            config = _stored_config(options) if from_folder else _new_config(model, options)
+        self.config = config
+        """As peft keeps it; it can be pickled."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(options.seed)
-            peft.inject_adapter_in_model(self._config, model, adapter_name=_NAME)
+            peft.inject_adapter_in_model(config, model, adapter_name=_NAME)
         self._modules = _adapted_modules(model)
         other = next((name for name, module in self._modules.items() if not _is_linear(module.base_layer)), None)
         if other is not None:
@@ -122,8 +127,8 @@ class LoraAdapters:
                 f"{_KEY}.target_modules must name linear layers only, got {other}, to which peft gives adapters of another kind; "
                 "name attention layers, such as [q_proj,k_proj,v_proj,o_proj]"
             )
-        if options.adapter_path:
-            self._read(home_path(options.adapter_path, f"{_KEY}.lora_adapter_path", CheckpointError))
+        if from_folder:
+            self._read(home_path(str(options.adapter_path), f"{_KEY}.lora_adapter_path", CheckpointError))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The adapters' own parameters by their names in the model; nothing else is trained."""
@@ -155,11 +160,30 @@ class LoraAdapters:
         """
         source = tensors if adapters is None else adapters
         for name, tensor in self.base_tensors(tensors).items():
-            module = name.removesuffix(".weight")
-            if name.endswith(".weight") and module in self._modules:
-                yield name, tensor.detach() + self._update(module, source, tensor)
-            else:
-                yield name, tensor.detach()
+            yield name, self.merge(name, tensor.detach(), {part: source[part] for part in self.parts_of(name)})
+
+    def parts_of(self, name: str) -> tuple[str, ...]:
+        """Names of the two matrices that update a tensor of the base model, named as there; none where it has no adapters."""
+        module = name.removesuffix(".weight")
+        if module == name or module not in self._modules:
+            return ()
+        return tuple(f"{module}.{part}.{_NAME}.weight" for part in ("lora_A", "lora_B"))
+
+    def merge(self, name: str, weight: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+        """A tensor of the base model with its update, in a new tensor where it has any.
+
+        Args:
+            name: As in the base model.
+            weight: Its value.
+            parts: The values of `parts_of` it.
+        """
+        names = self.parts_of(name)
+        if not names:
+            return weight
+        module = self._modules[name.removesuffix(".weight")]
+        down, up = (parts[part].detach().to(weight) for part in names)
+        update = up @ down * module.scaling[_NAME]
+        return weight + (update.T if module.fan_in_fan_out else update)
 
     def save(self, directory: Path, adapters: Mapping[str, Tensor] | None = None) -> None:
         """Writes the adapters as peft does, so that `PeftModel.from_pretrained` reads them.
@@ -175,13 +199,7 @@ class LoraAdapters:
         found = self.parameters() if adapters is None else adapters
         tensors = {_file_name(name): value.detach().cpu().contiguous() for name, value in found.items()}
         save_file(tensors, directory / _WEIGHTS_FILE, metadata={"format": "pt"})
-        self._config.save_pretrained(str(directory))
-
-    def _update(self, module: str, adapters: Mapping[str, Tensor], weight: Tensor) -> Tensor:
-        """`alpha / rank * B A`, in the shape, the type and on the device of `weight`."""
-        down, up = (adapters[f"{module}.{part}.{_NAME}.weight"].detach().to(weight) for part in ("lora_A", "lora_B"))
-        update = up @ down * self._modules[module].scaling[_NAME]
-        return update.T if self._modules[module].fan_in_fan_out else update
+        self.config.save_pretrained(str(directory))
 
     def _read(self, folder: Path) -> None:
         try:

@@ -1,8 +1,8 @@
 """`SequenceRanks`: ranks that share the tokens of a packed row (Ulysses sequence parallel, arXiv:2309.14509).
 
 Each rank computes everything for its own stretch of tokens. Only for attention it gives away its tokens' heads, gets all tokens of its own heads, and
-afterwards the other way round. Invariants: the ranks are given the same batches, so a loss is computed by all alike; each takes from it the gradient of
-its own tokens, and the sum over ranks is the whole; and no rank ever holds the logits of tokens that are not its own.
+afterwards the other way round. Invariants: the ranks are given the same batches, so a loss is computed by all alike; each takes from it the gradient
+of its own tokens, and the sum over ranks is the whole; and no rank ever holds the logits of tokens that are not its own.
 """
 
 from __future__ import annotations

@@ -84,6 +84,8 @@ class FsdpConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Keep the moments in the host's memory between steps."""
     reshard_after_forward: bool = True
     """Give a layer's weights back after its forward pass and gather them again for the backward pass; false keeps them, for speed."""
+    ulysses_sequence_parallel_size: Annotated[int, Meta(ge=1)] = 1
+    """Ranks that share the tokens of a pass (Ulysses): sequences may be as many times longer. Must divide the ranks and the attention heads."""
 
 
 class ActorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -111,7 +113,7 @@ class ActorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     use_dynamic_bsz: bool = False
     """Fill forward-backward passes by tokens instead of by sequences."""
     ppo_max_token_len_per_gpu: Annotated[int, Meta(ge=1)] = 16384
-    """Most tokens in one pass that computes log-probabilities, and of the update while use_dynamic_bsz is true."""
+    """Most tokens in one pass that computes log-probabilities, and of the update while use_dynamic_bsz is true; of each rank that shares them."""
     ppo_epochs: Annotated[int, Meta(ge=1)] = 1
     """Passes over the batch of one step."""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
@@ -140,3 +142,8 @@ class ActorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Weight of the entropy bonus."""
     calculate_entropy: bool = False
     """Report the entropy of the policy even where entropy_coeff is 0, at the cost of computing it."""
+
+    @property
+    def ranks_per_pass(self) -> int:
+        """How many ranks share the tokens of a pass, each with a budget of its own."""
+        return self.fsdp_config.ulysses_sequence_parallel_size if self.strategy == "fsdp2" else 1

@@ -69,11 +69,12 @@ def consistency_problems(config: Config) -> list[str]:
             f"{data.max_prompt_length} + {data.max_response_length} = {longest} > {rollout.max_model_len}; "
             f"write {_ROLLOUT}.max_model_len={longest} or shorten one of the two"
         )
-    if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < longest:
+    shared = actor.ranks_per_pass
+    if actor.use_dynamic_bsz and shared * actor.ppo_max_token_len_per_gpu < longest:
         problems.append(
-            f"{_ACTOR}.ppo_max_token_len_per_gpu must hold one whole sequence, data.max_prompt_length + "
+            f"{_ACTOR}.ppo_max_token_len_per_gpu{_times(shared)} must hold one whole sequence, data.max_prompt_length + "
             f"data.max_response_length = {longest} tokens, got {actor.ppo_max_token_len_per_gpu}; "
-            f"write {_ACTOR}.ppo_max_token_len_per_gpu={longest} or more"
+            f"write {_ACTOR}.ppo_max_token_len_per_gpu={-(-longest // shared)} or more"
         )
     critic = config.critic
     mini_batch = critic.ppo_mini_batch_size
@@ -84,11 +85,15 @@ def consistency_problems(config: Config) -> list[str]:
         )
     by_tokens = actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
     budget = critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
-    if by_tokens and budget < longest and (critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu) != (None, None):
+    if (
+        by_tokens
+        and shared * budget < longest
+        and (critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu) != (None, None)
+    ):
         problems.append(
-            f"critic.ppo_max_token_len_per_gpu must hold one whole sequence, data.max_prompt_length + "
+            f"critic.ppo_max_token_len_per_gpu{_times(shared)} must hold one whole sequence, data.max_prompt_length + "
             f"data.max_response_length = {longest} tokens, got {budget}; "
-            f"write critic.ppo_max_token_len_per_gpu={longest} or more"
+            f"write critic.ppo_max_token_len_per_gpu={-(-longest // shared)} or more"
         )
     for name in ("train_max_samples", "val_max_samples"):
         if getattr(data, name) == 0:
@@ -112,6 +117,10 @@ def consistency_problems(config: Config) -> list[str]:
         names = ", ".join(config.trainer.logger)
         problems.append(f"trainer.logger must name each logger once, got [{names}]; remove the repeated name")
     return problems
+
+
+def _times(ranks: int) -> str:
+    return f" x {_ACTOR}.fsdp_config.ulysses_sequence_parallel_size={ranks}" if ranks > 1 else ""
 
 
 def template_problems(apply_chat_template_kwargs: Collection[str]) -> list[str]:

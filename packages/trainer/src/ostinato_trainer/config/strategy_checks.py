@@ -11,6 +11,7 @@ __all__ = ["strategy_problems", "unread_strategy_keys"]
 
 _ACTOR: Final = "actor_rollout_ref.actor"
 _MODEL: Final = "actor_rollout_ref.model"
+_SEQUENCE: Final = f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
 
 
 def strategy_problems(config: Config) -> list[str]:
@@ -50,16 +51,21 @@ def strategy_problems(config: Config) -> list[str]:
 def _fsdp2_problems(config: Config) -> list[str]:
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     problems = []
-    if model.lora_rank or model.lora_adapter_path is not None:
-        key = "lora_rank" if model.lora_rank else "lora_adapter_path"
-        problems.append(
-            f"{_MODEL}.{key} must not be set with {_ACTOR}.strategy=fsdp2, which trains all weights; "
-            f"write {_ACTOR}.strategy=local or remove it"
-        )
     if actor.use_torch_compile:
         problems.append(
             f"{_ACTOR}.use_torch_compile must be false with {_ACTOR}.strategy=fsdp2, got true; "
             f"write {_ACTOR}.use_torch_compile=false"
+        )
+    size, num_ranks = actor.ranks_per_pass, config.trainer.nnodes * config.trainer.n_gpus_per_node
+    if num_ranks % size:
+        problems.append(
+            f"{_SEQUENCE} must divide trainer.nnodes x trainer.n_gpus_per_node = {num_ranks} ranks, got {size}; write {_SEQUENCE}=1, "
+            f"or a multiple of {size} ranks"
+        )
+    if size > 1 and not model.use_remove_padding:
+        problems.append(
+            f"{_MODEL}.use_remove_padding must be true with {_SEQUENCE}={size}, which shares packed rows, got false; "
+            f"write {_MODEL}.use_remove_padding=true or {_SEQUENCE}=1"
         )
     return problems
 

@@ -65,7 +65,8 @@ def critic_update_settings(config: Config) -> UpdateSettings:
         and critic.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
         "loss_agg_mode": critic.loss_agg_mode,
         "use_dynamic_bsz": critic.use_dynamic_bsz,
-        "max_tokens": critic.ppo_max_token_len_per_gpu,
+        "max_tokens": critic.ppo_max_token_len_per_gpu
+        and critic.ppo_max_token_len_per_gpu * config.actor_rollout_ref.actor.ranks_per_pass,
         "max_sequences": critic.ppo_micro_batch_size_per_gpu,
     }
     return msgspec.structs.replace(settings, **{name: value for name, value in given.items() if value is not None})

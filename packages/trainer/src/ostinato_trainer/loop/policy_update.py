@@ -67,7 +67,7 @@ def policy_update_settings(config: Config) -> UpdateSettings:
         loss_agg_mode=actor.loss_agg_mode,
         loss_scale_factor=float(config.data.max_response_length),
         use_dynamic_bsz=actor.use_dynamic_bsz,
-        max_tokens=actor.ppo_max_token_len_per_gpu,
+        max_tokens=actor.ppo_max_token_len_per_gpu * actor.ranks_per_pass,
         max_sequences=actor.ppo_micro_batch_size_per_gpu,
         whole_trajectories=needs_whole_trajectories(actor.policy_loss.loss_mode),
     )

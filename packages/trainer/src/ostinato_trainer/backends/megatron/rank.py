@@ -43,11 +43,12 @@ from ostinato_trainer.backends.model_passes import (
     tokens_to_score,
 )
 from ostinato_trainer.backends.ranks.agreement import raise_alike
-from ostinato_trainer.backends.ranks.base import RankPlace
+from ostinato_trainer.backends.ranks.base import RankCritic, RankPlace
 from ostinato_trainer.backends.state import BackendState, check_frozen, fingerprint
 from ostinato_trainer.backends.token_log_probs import VocabularyShard, chosen_log_probs_of_shard
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError, BatchError, CheckpointError, OutOfMemoryError
+from ostinato_trainer.home_paths import home_path
 
 _BATCH_CURES: Final = (
     "lower ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu, or data.max_response_length, write "
@@ -62,6 +63,9 @@ _STATE_CURES: Final = (
 
 class MegatronRank:
     """See `RankBackend` for the methods' contract."""
+
+    critic: RankCritic | None = None
+    """There is none."""
 
     def __init__(
         self, path: str | Path, options: MegatronOptions, *, device: torch.device, timeout_s: float = 600.0
@@ -79,7 +83,7 @@ class MegatronRank:
         """
         options.check()
         core.check_device(device)
-        folder = Path(path).expanduser()
+        folder = home_path(path, "actor_rollout_ref.model.path", BackendError)
         path = folder if folder.is_dir() else path
         config = model_config(path)
         self._shape = DecoderShape.from_config(config.to_dict())
@@ -109,7 +113,9 @@ class MegatronRank:
         options, groups = self.options, self._groups
         size = sum(math.prod(shape) for block in self._tensors.own_blocks for _, shape in block.tensors)
         size //= options.layout.tensor_model_parallel_size
-        num_sharded = 2 if options.parameter_dtype == torch.float32 else 3  # the moments, and the float32 weights where others compute
+        num_sharded = (
+            2 if options.parameter_dtype == torch.float32 else 3
+        )  # the moments, and the float32 weights where others compute
         state = StateSize(
             parameters=size * options.parameter_dtype.itemsize * (2 if options.keep_reference else 1),
             gradients=4 * size,

@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ostinato_trainer.backends.base import EntropyMode, LossFn, OptimizerStats
+from ostinato_trainer.backends.base import EntropyMode, LossFn, LossOutput, OptimizerStats
 from ostinato_trainer.batch import Batch
 
 if TYPE_CHECKING:
@@ -51,6 +51,38 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Its results are the ones that are read: true of exactly one rank of each `data_index`."""
 
 
+class RankCritic(Protocol):
+    """One rank's share of PPO's critic, beside that of the policy; see `ostinato_trainer.loop.parts.Critic` for what the methods mean together.
+    Micro-batches without a trained token are as legal as in `RankBackend`."""
+
+    @property
+    def pads_sequences(self) -> bool:
+        """As `Critic.pads_sequences`."""
+        ...
+
+    def values(self, micro_batches: Sequence[Batch]) -> list[Tensor]:
+        """For each micro-batch float [T] on the CPU, as `Critic.values`. No gradient."""
+        ...
+
+    def forward_backward(
+        self, micro_batches: Sequence[Batch], loss_fn: Callable[[Tensor, Batch], LossOutput]
+    ) -> dict[str, float]:
+        """As `RankBackend.forward_backward`, of a loss of values."""
+        ...
+
+    def optimizer_step(self) -> OptimizerStats:
+        """As `RankBackend.optimizer_step`."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """As `RankBackend.save`."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """As `RankBackend.load`."""
+        ...
+
+
 class RankBackend(Protocol):
     """One rank's share of a policy under training; see `TrainingBackend` for what the methods mean together.
 
@@ -58,7 +90,15 @@ class RankBackend(Protocol):
     not shown to the loss, and adds nothing.
     """
 
-    policy_version: int
+    @property
+    def policy_version(self) -> int:
+        """Optimizer steps that changed the weights."""
+        ...
+
+    @property
+    def critic(self) -> RankCritic | None:
+        """This rank's share of the critic, where ranks have one."""
+        ...
 
     @property
     def place(self) -> RankPlace:
