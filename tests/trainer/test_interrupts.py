@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from contextlib import ExitStack
 
 import pytest
 
@@ -55,12 +56,11 @@ def test_an_error_without_a_signal_stays_what_it_is() -> None:
 def test_sigterm_unwinds_what_computes_without_a_loop() -> None:
     """In the middle of computing SIGTERM unwinds as Ctrl-C and is the status 143; Ctrl-C and errors stay what they are; the answer to SIGTERM is the
     usual one again afterwards, and a program's own is left alone."""
-    unwound = []
-    with pytest.raises(SystemExit) as caught, terminated_as_interrupted():
-        try:
-            signal.raise_signal(signal.SIGTERM)
-        finally:
-            unwound.append(True)
+    unwound: list[bool] = []
+    held = ExitStack()
+    held.callback(unwound.append, True)
+    with pytest.raises(SystemExit) as caught, terminated_as_interrupted(), held:
+        signal.raise_signal(signal.SIGTERM)
     assert caught.value.code == TERMINATED
     assert unwound == [True]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -16,6 +16,7 @@ from ostinato_trainer.checkpoints.run_state import RunState
 from ostinato_trainer.config.loading import load_tree
 from ostinato_trainer.config.sft import SftConfig
 from ostinato_trainer.errors import CheckpointError
+from ostinato_trainer.interrupts import TERMINATED
 from ostinato_trainer.quickstart.tiny_model import save_model, save_tokenizer
 from ostinato_trainer.sft.reporting import StepReports
 from ostinato_trainer.sft.run import run_sft
@@ -138,6 +139,25 @@ sys.argv[1] = "sft"
 main()
 """
 """The command, killed when it is about to rename a file or folder whose path contains the first argument."""
+
+
+def test_sigterm_stops_a_run_as_ctrl_c_does(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Terminated after step 3 it ends with status 143, keeps the checkpoint of step 2 and lets the folder go; the same run goes on from there."""
+    more = ("trainer.save_freq=2",)
+    with monkeypatch.context() as patched:
+
+        def terminate(self: StepReports, done: Any, metrics: Any, **options: Any) -> None:
+            if done.step == 3:
+                signal.raise_signal(signal.SIGTERM)
+
+        patched.setattr(StepReports, "show", terminate)
+        with pytest.raises(SystemExit) as ended:
+            run(files, tmp_path / "parts", *more)
+    assert ended.value.code == TERMINATED
+    assert steps(tmp_path / "parts") == [2]
+    assert not [path for path in (tmp_path / "parts").iterdir() if path.name.startswith(".writing")]
+    run(files, tmp_path / "parts", *more)
+    assert steps(tmp_path / "parts") == [2, 4, 6, 7]
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from ostinato_trainer.config.docs import config_rows
 from ostinato_trainer.config.loading import load_tree
 from ostinato_trainer.config.sft import SftConfig
 from ostinato_trainer.error_reporting import run_reporting_errors
-from ostinato_trainer.errors import CheckpointError, ConfigError, DatasetError, TrainingInterrupted
+from ostinato_trainer.errors import CheckpointError, ConfigError, DatasetError, TrainerError, TrainingInterrupted
 from ostinato_trainer.quickstart.tiny_model import save_model, save_tokenizer
 from ostinato_trainer.sft import run as sft_run
 from ostinato_trainer.sft.data import Conversations, read_conversations
@@ -360,6 +360,25 @@ def test_adapters_are_trained_and_merged(model: Path, tmp_path: Path) -> None:
     changed = {name.rpartition(".self_attn.")[2] for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"q_proj.weight"}
     assert (tmp_path / "out" / "lora_adapter" / "adapter_config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.lora_rank=2", "model.target_modules=[w_pack]"], "model.target_modules must name linear layers"),
+        (["model.lora_adapter_path=nowhere"], "model.lora_adapter_path must hold adapters"),
+    ],
+)
+def test_messages_about_adapters_name_the_keys_of_a_fine_tuning(
+    model: Path, tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    """Adapters that cannot be made are refused by the keys that `ostinato sft` has, not by those of a run."""
+    pytest.importorskip("peft")
+    data = jsonl(tmp_path / "data.jsonl", [conversation("yes")])
+    with pytest.raises(TrainerError) as caught:
+        run(model, data, tmp_path / "out", *overrides)
+    assert str(caught.value).startswith(message)
+    assert "actor_rollout_ref" not in str(caught.value)
 
 
 def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,6 +86,8 @@ class LocalBackendOptions(AdamWOptions, frozen=True, forbid_unknown_fields=True,
     """What an engine takes of the same device."""
     cures: MemoryCures = MemoryCures()
     """What messages about memory say."""
+    path_key: str = "actor_rollout_ref.model.path"
+    """What messages about the model's files name."""
 
     def check(self) -> None:
         """Raises BackendError where a value is out of range."""
@@ -154,7 +156,7 @@ class LocalBackend:
         """
         options = options or LocalBackendOptions()
         options.check()
-        model = load_causal_lm(path, dtype=options.parameter_dtype, device=torch.device(HOST))
+        model = load_causal_lm(path, dtype=options.parameter_dtype, device=torch.device(HOST), key=options.path_key)
         return cls(model, options, tokenizer_source=path)
 
     def _wrapped(self, model: Any) -> CausalLM:

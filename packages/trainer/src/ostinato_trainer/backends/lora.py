@@ -34,6 +34,7 @@ LORA_FOLDER: Final = "lora_adapter"
 _NAME: Final = "default"
 _BASE: Final = ".base_layer"
 _WEIGHTS_FILE: Final = "adapter_model.safetensors"
+_CONFIG_FILE: Final = "adapter_config.json"
 _FILE_PREFIX: Final = "base_model.model."
 _KEY: Final = "actor_rollout_ref.model"
 _PLAIN_KEYS: Final = frozenset(
@@ -71,10 +72,12 @@ class LoraOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Folder of adapters in peft's format to go on from; they decide rank, alpha and modules."""
     seed: int = 0
     """Of the adapters' first values."""
+    section: str = _KEY
+    """Of the configuration, whose keys messages name."""
 
 
-def lora_options(model: ModelConfig, *, seed: int) -> LoraOptions | None:
-    """What a configuration asks for; None where all weights are trained.
+def lora_options(model: ModelConfig, *, seed: int, section: str = _KEY) -> LoraOptions | None:
+    """What a configuration asks for; None where all weights are trained. `section` is where in it `model` stands.
 
     Raises:
         MissingExtraError: It asks for adapters and peft is not installed.
@@ -83,7 +86,7 @@ def lora_options(model: ModelConfig, *, seed: int) -> LoraOptions | None:
         return None
     if find_spec("peft") is None:
         raise MissingExtraError(
-            f"peft must be installed for {_KEY}.lora_rank; run: pip install 'ostinato-trainer[lora]'"
+            f"peft must be installed for {section}.lora_rank; run: pip install 'ostinato-trainer[lora]'"
         )
     return LoraOptions(
         rank=model.lora_rank,
@@ -92,6 +95,7 @@ def lora_options(model: ModelConfig, *, seed: int) -> LoraOptions | None:
         exclude_modules=model.exclude_modules,
         adapter_path=model.lora_adapter_path,
         seed=seed,
+        section=section,
     )
 
 
@@ -111,7 +115,7 @@ class LoraAdapters:
 
     def __init__(self, model: nn.Module, options: LoraOptions, *, config: Any = None) -> None:
         peft = _peft()
-        self._model = model
+        self._model, self._section = model, options.section
         from_folder = config is None and bool(options.adapter_path)
         if config is None:
             config = _stored_config(options) if from_folder else _new_config(model, options)
@@ -124,11 +128,11 @@ class LoraAdapters:
         other = next((name for name, module in self._modules.items() if not _is_linear(module.base_layer)), None)
         if other is not None:
             raise BackendError(
-                f"{_KEY}.target_modules must name linear layers only, got {other}, to which peft gives adapters of another kind; "
+                f"{options.section}.target_modules must name linear layers only, got {other}, to which peft gives adapters of another kind; "
                 "name attention layers, such as [q_proj,k_proj,v_proj,o_proj]"
             )
         if from_folder:
-            self._read(home_path(str(options.adapter_path), f"{_KEY}.lora_adapter_path", CheckpointError))
+            self._read(home_path(str(options.adapter_path), f"{options.section}.lora_adapter_path", CheckpointError))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The adapters' own parameters by their names in the model; nothing else is trained."""
@@ -206,7 +210,7 @@ class LoraAdapters:
             stored = load_file(folder / _WEIGHTS_FILE)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"{_KEY}.lora_adapter_path must hold a whole {_WEIGHTS_FILE}, got {folder}: {error}; name another folder"
+                f"{self._section}.lora_adapter_path must hold a whole {_WEIGHTS_FILE}, got {folder}: {error}; name another folder"
             ) from error
         parameters = {_file_name(name): value for name, value in self.parameters().items()}
         check_matches(folder, stored, {name: tuple(value.shape) for name, value in parameters.items()})
@@ -230,11 +234,11 @@ def _new_config(model: Any, options: LoraOptions) -> Any:
     candidates = _linear_modules(model)
     for key, wanted in (("target_modules", targets), ("exclude_modules", excluded)):
         if wanted is not None and wanted != ALL_LINEAR:
-            _check_names(key, wanted, candidates, model)
+            _check_names(f"{options.section}.{key}", wanted, candidates, model)
     chosen = [name for name in candidates if targets == ALL_LINEAR or _matches(name, targets)]
     if not [name for name in chosen if excluded is None or not _matches(name, excluded)]:
         raise BackendError(
-            f"{_KEY}.target_modules must leave a module that {_KEY}.exclude_modules does not name, got none; "
+            f"{options.section}.target_modules must leave a module that {options.section}.exclude_modules does not name, got none; "
             f"choose among {_choices(candidates)}"
         )
     written = _as_written(candidates, model) if targets == ALL_LINEAR else targets
@@ -250,25 +254,28 @@ def _new_config(model: Any, options: LoraOptions) -> Any:
 
 
 def _stored_config(options: LoraOptions) -> Any:
-    folder = home_path(str(options.adapter_path), f"{_KEY}.lora_adapter_path", CheckpointError)
+    key = f"{options.section}.lora_adapter_path"
+    folder = home_path(str(options.adapter_path), key, CheckpointError)
     peft = _peft()
     try:
+        if not (folder / _CONFIG_FILE).is_file():
+            raise FileNotFoundError(f"no {_CONFIG_FILE} there")  # peft would look for it on the hub
         config = peft.PeftConfig.from_pretrained(str(folder))
     except (
         Exception
     ) as error:  # peft raises whatever reading JSON and making its config raises: here it becomes one message
         raise CheckpointError(
-            f"{_KEY}.lora_adapter_path must hold adapters as peft writes them, got {folder}: {' '.join(str(error).split())[:200]}; "
-            "name a folder with adapter_config.json"
+            f"{key} must hold adapters as peft writes them, got {folder}: {' '.join(str(error).split())[:200]}; "
+            f"name a folder with {_CONFIG_FILE}"
         ) from error
     special = _beyond_plain_lora(config)
     if special:
         raise CheckpointError(
-            f"{_KEY}.lora_adapter_path must hold plain LoRA, got {folder} with {', '.join(special)}; merge those adapters into the model first"
+            f"{key} must hold plain LoRA, got {folder} with {', '.join(special)}; merge those adapters into the model first"
         )
     if options.rank not in (0, config.r):
         raise CheckpointError(
-            f"{_KEY}.lora_rank must be that of the adapters in {folder}, {config.r}, or 0, got {options.rank}; leave it out"
+            f"{options.section}.lora_rank must be that of the adapters in {folder}, {config.r}, or 0, got {options.rank}; leave it out"
         )
     config.inference_mode = False
     config.init_lora_weights = True  # of whatever kind they were, the folder's values replace them
@@ -331,19 +338,19 @@ def _check_names(key: str, wanted: str | Sequence[str], candidates: Sequence[str
         ]
     except re.error as error:
         raise BackendError(
-            f"{_KEY}.{key} must be a regular expression or a list of names, got {wanted!r} ({error}); write {key}=[q_proj,v_proj]"
+            f"{key} must be a regular expression or a list of names, got {wanted!r} ({error}); write {key}=[q_proj,v_proj]"
         ) from error
     if missing or not wanted:
         got = repr(missing[0]) if missing else "none"
         raise BackendError(
-            f"{_KEY}.{key} must name linear layers of the model, got {got}; choose among {_choices(candidates)}, "
+            f"{key} must name linear layers of the model, got {got}; choose among {_choices(candidates)}, "
             f"or write {ALL_LINEAR}"
         )
     others = set(candidates)
     wrong = next((name for name, _ in model.named_modules() if name not in others and _matches(name, wanted)), None)
-    if wrong is not None and key == "target_modules":
+    if wrong is not None and key.endswith(".target_modules"):
         raise BackendError(
-            f"{_KEY}.{key} must name linear layers only, and not the output layer, got {wrong}; choose among {_choices(candidates)}"
+            f"{key} must name linear layers only, and not the output layer, got {wrong}; choose among {_choices(candidates)}"
         )
 
 

@@ -44,7 +44,7 @@ def check_sft(config: SftConfig, written: Collection[str] = ()) -> None:
     if problems:
         raise ConfigError(problems_text(problems))
     check_model_folder(str(config.model.path), key="model")
-    lora_options(config.model, seed=config.trainer.seed)  # an extra that is missing is told at once
+    lora_options(config.model, seed=config.trainer.seed, section="model")  # an extra that is missing is told at once
     for key in _unread_keys(config, written):
         _logger.warning("%s", key)
 

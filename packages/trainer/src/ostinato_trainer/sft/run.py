@@ -222,7 +222,7 @@ def _settings(config: SftConfig, *, num_conversations: int) -> SftSettings:
         grad_clip=optim.grad_clip,
         max_tokens_per_micro_batch=config.data.max_token_len_per_gpu,
         test_freq=config.trainer.test_freq,
-        lora=lora_options(config.model, seed=config.trainer.seed),
+        lora=lora_options(config.model, seed=config.trainer.seed, section="model"),
         use_remove_padding=config.model.use_remove_padding,
         device=config.trainer.device or "auto",
         dtype=config.model.dtype,

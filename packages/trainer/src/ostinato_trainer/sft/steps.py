@@ -10,18 +10,24 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 import torch
 
 from ostinato_trainer.algorithms.aggregation import LossAggMode, aggregate, with_loss_weights
 from ostinato_trainer.backends.base import LossOutput, MicroBatch, MicroBatchOutput, TrainingBackend
-from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions
+from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions, MemoryCures
 from ostinato_trainer.backends.lora import LoraOptions
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BatchError
 from ostinato_trainer.segments import Segment
+
+_CURES: Final = MemoryCures(
+    batches="lower data.max_token_len_per_gpu or data.max_length",
+    passes="lower data.max_token_len_per_gpu or data.max_length",
+    state="train adapters alone (model.lora_rank=16)",
+)
 
 
 class MaskedTokens(Protocol):
@@ -218,6 +224,8 @@ def sft_backend(model_path: str | Path, settings: SftSettings) -> LocalBackend:
         max_tokens_per_forward=settings.max_tokens_per_micro_batch,
         lora=settings.lora,
         use_remove_padding=settings.use_remove_padding,
+        cures=_CURES,
+        path_key="model.path",
     )
     return LocalBackend.from_pretrained(model_path, options)
 
