@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ostinato_engines.device import CUDA
+from ostinato_trainer.backends.fused_attention import fused_attention
 from ostinato_trainer.backends.sequence_ranks import SequenceRanks
 from ostinato_trainer.errors import BackendError
 
@@ -114,6 +115,9 @@ def _attended(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None, window: int | None
 ) -> Tensor:
     """[1, heads, T, width], by whatever is fastest here."""
+    fused = fused_attention(query, value)
+    if fused is not None:
+        return fused(query, key, value, starts, longest, scaling, window)
     if query.device.type == CUDA and query.dtype in (torch.float16, torch.bfloat16) and _VARLEN is not None:
         return _varlen(query, key, value, starts, longest, scaling, window).transpose(0, 1).unsqueeze(0)
     return _by_sequence(query, key, value, starts, scaling, window)  # pyright: ignore[reportCallIssue]  the decorator's stub knows no arguments

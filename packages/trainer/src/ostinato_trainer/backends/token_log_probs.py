@@ -29,7 +29,8 @@ _CHUNK_ELEMENTS_ELSEWHERE: Final = 2**28
 """Logits of one chunk: enough of them to keep the machine's matrix product busy."""
 _KEPT_ELEMENTS: Final = {HOST: 2**25}
 _KEPT_ELEMENTS_ELSEWHERE: Final = 2**30
-"""Logits that may wait for the backward pass; those of further chunks are computed again."""
+_KEPT_SHARE: Final = 1 / 16
+"""Logits that may wait for the backward pass; those of further chunks are computed again. On CUDA they may take a share of the device's memory."""
 
 _ADDS_MIXED: Final = TorchVersion(torch.__version__) >= "2.10"
 """Whether `addmm` on CUDA adds a 16-bit product to a float32 sum; 2.8 and 2.9 know the argument, but want the sum in 16 bits."""
@@ -71,7 +72,7 @@ def chosen_log_probs(
     kind = hidden.device.type
     size = chunk_tokens or _chunk_tokens(kind, vocab_size)
     if isinstance(head, nn.Linear) and _is_plain(head):
-        settings = _Settings(1 / temperature, entropy, size, _kept_chunks(kind, size, vocab_size), compiled)
+        settings = _Settings(1 / temperature, entropy, size, _kept_chunks(hidden, size, vocab_size), compiled)
         chosen, spread = _LinearHead.apply(hidden, head.weight, head.bias, targets, settings)
     else:
         chosen, spread = _any_head(hidden, targets, head, temperature, entropy, size)
@@ -152,7 +153,7 @@ def chosen_log_probs_of_shard(
     """
     kind, width = hidden.device.type, weight.shape[0]
     size = chunk_tokens or _chunk_tokens(kind, width)
-    settings = _Settings(1 / temperature, entropy, size, _kept_chunks(kind, size, width), False, shard)
+    settings = _Settings(1 / temperature, entropy, size, _kept_chunks(hidden, size, width), False, shard)
     chosen, spread = _LinearHead.apply(hidden, weight, None, targets, settings)
     return chosen, None if entropy is EntropyMode.OFF else spread
 
@@ -332,9 +333,23 @@ def _chunk_tokens(kind: str, vocab_size: int) -> int:
     return max(1, _CHUNK_ELEMENTS.get(kind, _CHUNK_ELEMENTS_ELSEWHERE) // vocab_size)
 
 
-def _kept_chunks(kind: str, size: int, vocab_size: int) -> int:
-    """Chunks of `size` targets whose logits may be kept."""
-    return _KEPT_ELEMENTS.get(kind, _KEPT_ELEMENTS_ELSEWHERE) // (size * vocab_size)
+def _kept_chunks(hidden: Tensor, size: int, vocab_size: int) -> int:
+    """Chunks of `size` targets whose logits may be kept where hidden states such as these are."""
+    elements = _KEPT_ELEMENTS.get(hidden.device.type, _KEPT_ELEMENTS_ELSEWHERE)
+    if hidden.device.type == CUDA:
+        elements = int(_KEPT_SHARE * _device_bytes(hidden.device)) // _compute_dtype(hidden).itemsize
+    return elements // (size * vocab_size)
+
+
+@cache
+def _device_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    """Of the logits."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 def _chunks(count: int, size: int) -> list[slice]:
