@@ -110,8 +110,12 @@ def test_one_rank_has_the_logits_of_transformers(run_ranks: RunRanks, model: str
 
 @pytest.mark.parametrize("model", MODELS)
 def test_two_tensor_ranks_have_the_logits_of_transformers(run_ranks: RunRanks, model: str) -> None:
-    """Split over two ranks, logits are within 1e-5 of the Hugging Face model's."""
+    """Split over two ranks, logits are within 1e-5 of the Hugging Face model's; between the matrices each rank has half of the tokens, whose number
+    is odd."""
     for answer in _scenario(run_ranks(2), f"logits {model}"):
+        num_tokens, on_this_rank = answer["tokens"]
+        assert num_tokens % 2 == 1
+        assert on_this_rank == (num_tokens + 1) // 2
         assert answer["difference"] < 1e-5
         assert answer["turned"] > 0.1 * answer["scale"]
 
@@ -122,6 +126,7 @@ def test_two_tensor_ranks_have_the_logits_of_transformers(run_ranks: RunRanks, m
         (1, "training", 1),
         (1, "training again", 1),
         (2, "training tp2", 1),
+        (2, "training tp2 whole", 1),
         (2, "training pp2", 1),
         (2, "training dp2", 2),
         (4, "training tp2 pp2", 1),
@@ -203,10 +208,12 @@ def test_bad_input_is_refused_on_all_ranks(run_ranks: RunRanks, name: str) -> No
 
 
 def test_16_bits_keep_their_steps_in_32(run_ranks: RunRanks) -> None:
-    """In bfloat16 the model computes and hands out 16 bits, while steps smaller than those move the float32 weights, which a checkpoint keeps."""
+    """In bfloat16 the model computes and hands out 16 bits, while steps smaller than those move the float32 weights, which begin as the folder has
+    them, not as 16 bits do, and which a checkpoint keeps."""
     (answer,) = _scenario(run_ranks(1), "one rank")
     assert 0.0 < answer["half"] < 0.1
     assert answer["half_dtypes"] == ["bfloat16", "torch.bfloat16"]
+    assert answer["master_is_exact"] is True
     assert 0.0 < answer["master_moved"] < 2e-3
     assert answer["master_kept"] is True
 

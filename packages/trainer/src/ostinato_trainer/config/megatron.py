@@ -19,3 +19,6 @@ class MegatronConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Ranks over which each layer's matrices, heads and the vocabulary are split. Read by strategy=megatron."""
     pipeline_model_parallel_size: Annotated[int, Meta(ge=1)] = 1
     """Ranks over which the layers are spread, one stage each. Read by strategy=megatron."""
+    sequence_parallel: bool = True
+    """Between the matrices, where a layer norms and adds, split the tokens over the ranks of tensor_model_parallel_size: less memory for the same
+    numbers. Read by strategy=megatron where there are several."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ostinato_engines.device import CUDA, HOST, current_device
 from ostinato_trainer.backends.adamw import AdamWOptions
 from ostinato_trainer.backends.megatron.attention import PackedCausalAttention
+from ostinato_trainer.backends.megatron.norm import SharedRMSNorm
 from ostinato_trainer.backends.megatron.shape import DecoderShape, MegatronLayout
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError, MissingExtraError
@@ -41,6 +42,13 @@ try:
     )
     from megatron.core.packed_seq_params import PackedSeqParams  # pyright: ignore[reportMissingImports]
     from megatron.core.pipeline_parallel import get_forward_backward_func  # pyright: ignore[reportMissingImports]
+    from megatron.core.tensor_parallel import (  # pyright: ignore[reportMissingImports]
+        gather_from_sequence_parallel_region,
+        model_parallel_cuda_manual_seed,
+    )
+    from megatron.core.transformer.transformer_block import (  # pyright: ignore[reportMissingImports]
+        TransformerBlockSubmodules,
+    )
     from megatron.core.transformer.transformer_config import (  # pyright: ignore[reportMissingImports]
         TransformerConfig,
     )
@@ -104,6 +112,7 @@ def join_groups(layout: MegatronLayout, *, timeout_s: float) -> RankGroups:
         distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
         create_gloo_process_groups=False,
     )
+    model_parallel_cuda_manual_seed(0)  # nothing random is drawn, but layers that split tokens want the generators
     return RankGroups(
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -136,8 +145,25 @@ def build_model(
         frequencies: float [head_dim / 2], of the rotary positions.
         recompute: Keep each layer's input for the backward pass and compute the rest again.
     """
-    on_host = device.type == HOST
-    config = TransformerConfig(
+    config = _transformer_config(shape, layout, dtype=dtype, device=device, recompute=recompute)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=_block_spec(shape, layout),
+        vocab_size=shape.vocab_size,
+        max_sequence_length=0,
+        pre_process=groups.stage == 0,
+        post_process=groups.is_last_stage,
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="rope",
+    ).to(device, dtype)  # norms are made in float32
+    model.rotary_pos_emb.inv_freq = frequencies.to(device, torch.float32)
+    return model
+
+
+def _transformer_config(
+    shape: DecoderShape, layout: MegatronLayout, *, dtype: torch.dtype, device: torch.device, recompute: bool
+) -> TransformerConfig:
+    return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_heads,
@@ -155,12 +181,13 @@ def build_model(
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        sequence_parallel=layout.splits_tokens,
         variable_seq_lengths=layout.pipeline_model_parallel_size > 1,
         moe_token_dispatcher_type="alltoall",  # no experts here, but the default is refused beside variable lengths
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        use_cpu_initialization=on_host,
+        use_cpu_initialization=device.type == HOST,
         perform_initialization=False,
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
@@ -174,33 +201,38 @@ def build_model(
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
     )
-    spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = PackedCausalAttention
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=shape.vocab_size,
-        max_sequence_length=0,
-        pre_process=groups.stage == 0,
-        post_process=groups.is_last_stage,
-        share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="rope",
-    ).to(device, dtype)  # norms are made in float32
-    model.rotary_pos_emb.inv_freq = frequencies.to(device, torch.float32)
-    return model
+
+
+def _block_spec(shape: DecoderShape, layout: MegatronLayout) -> TransformerBlockSubmodules:
+    """The layers of one pipeline stage, with our attention and norms."""
+    layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SharedRMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedCausalAttention
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = SharedRMSNorm
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * (shape.num_layers // layout.pipeline_model_parallel_size), layer_norm=SharedRMSNorm
+    )
 
 
 def states_of(model: nn.Module, batch: Batch) -> Tensor:
-    """What a pipeline stage makes of a batch: float [T, 1, hidden]; after the last one what the output layer gets.
+    """What a pipeline stage makes of a batch: float [T, 1, hidden] (where tensor ranks split the tokens, this rank's part of them); after the last
+    one what the output layer gets, for all tokens.
 
     Args:
         model: From `build_model`, or `ShardedOptimizer.model` around it.
         batch: On its device; positions count from 0 in every sequence.
     """
-    starts = batch.cu_seqlens.to(torch.int32)
+    starts, token_ids = batch.cu_seqlens.to(torch.int32), batch.token_ids
+    config: Any = model.config
+    missing = -len(token_ids) % config.tensor_model_parallel_size if config.sequence_parallel else 0
+    if missing:  # each rank has equally many tokens: a sequence that nobody asks for fills up
+        token_ids = nn.functional.pad(token_ids, (0, missing))
+        starts = torch.cat([starts, starts[-1:] + missing])
     starts_on_host = starts.to(HOST)
     longest = int(starts_on_host.diff().max())
-    token_ids = batch.token_ids.unsqueeze(0)
+    token_ids = token_ids.unsqueeze(0)
     return model(
         input_ids=token_ids,
         position_ids=torch.zeros_like(token_ids),  # rotary positions come from the starts of the sequences
@@ -215,6 +247,7 @@ def states_of(model: nn.Module, batch: Batch) -> Tensor:
             max_seqlen_kv=longest,
         ),
         output_processor=_before_output_layer,
+        output_processor_context=batch.num_tokens,
     )
 
 
@@ -305,5 +338,8 @@ def reduce_gradients(model: DistributedDataParallel) -> None:
     finalize_model_grads([model])
 
 
-def _before_output_layer(*, hidden_states: Tensor, **_: Any) -> Tensor:
-    return hidden_states
+def _before_output_layer(*, hidden_states: Tensor, config: TransformerConfig, context: int, **_: Any) -> Tensor:
+    """The states of all tokens, of which there are `context`; their gradient is the same on all tensor ranks, and each takes its part of it."""
+    if not config.sequence_parallel:
+        return hidden_states
+    return gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)[:context]

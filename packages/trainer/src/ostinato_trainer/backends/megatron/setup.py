@@ -24,6 +24,7 @@ def layout_of(config: Config) -> MegatronLayout:
     return MegatronLayout(
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
         pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
+        sequence_parallel=megatron.sequence_parallel,
     )
 
 

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from ostinato_trainer.errors import BackendError
+from ostinato_trainer.home_paths import home_path
 
 _PREFIX = "actor_rollout_ref.actor.megatron"
 _OTHER_STRATEGY = "use actor_rollout_ref.actor.strategy=fsdp2 or local"
@@ -31,6 +32,13 @@ class MegatronLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Ranks over which each layer's matrices, heads and vocabulary are split."""
     pipeline_model_parallel_size: Annotated[int, Meta(ge=1)] = 1
     """Ranks over which the layers are spread."""
+    sequence_parallel: bool = True
+    """Between the matrices, split the tokens over the tensor ranks."""
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether tensor ranks hold different tokens between the matrices."""
+        return self.sequence_parallel and self.tensor_model_parallel_size > 1
 
     @property
     def model_size(self) -> int:
@@ -117,7 +125,7 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             BackendError: there is no readable config.json in it, or see `from_config`.
         """
-        path = Path(folder).expanduser() / "config.json"
+        path = home_path(folder, "actor_rollout_ref.model.path", BackendError) / "config.json"
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
