@@ -1,6 +1,7 @@
 """`ostinato chat` over a real, untrained model: what it writes is noise, which is what these tests want of it."""
 
 import io
+import shutil
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,26 @@ def test_a_conversation_that_is_full_gives_way_to_another(
     lines = "How much is 3 plus 4? " * 20 + "\n"
     out = talk(monkeypatch, capsys, lines * 12, base / "model", "--temperature", "1")
     assert out.count("here begins another") > 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "data:\n  apply_chat_template_kwargs: {mood: calm}\n",
+        "model: {lora_rank: 0}\ndata:\n  max_length: 100\n  apply_chat_template_kwargs: {mood: calm}\n",
+    ],
+    ids=["train", "sft"],
+)
+def test_a_checkpoint_is_talked_to_as_it_was_trained(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: str
+) -> None:
+    """What the configuration of a run, or of a fine-tuning, gives the chat template, a chat gives it too: this one refuses to do without."""
+    folder = tmp_path / "global_step_3"
+    shutil.copytree(base / "model", folder / "huggingface")
+    template = folder / "huggingface" / "chat_template.jinja"
+    template.write_text("{% if not mood %}{{ raise_exception('in no mood') }}{% endif %}" + template.read_text())
+    (folder / "config.yaml").write_text(config)
+    assert len(talk(monkeypatch, capsys, "hello\n", folder).splitlines()) > 1
 
 
 def test_what_a_model_writes_cannot_command_the_terminal(

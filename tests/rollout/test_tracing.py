@@ -526,6 +526,33 @@ def test_json_lines_come_back_as_they_were(tmp_path):
     assert all(json.loads(line)["labels"]["sample_index"] == 3 for line in path.read_text().splitlines())
 
 
+def test_a_torn_last_line_is_left_out_and_a_broken_one_is_named(tmp_path, caplog):
+    """A file that was cut anywhere in its last span gives those before it and says so, but for a missing line break; a line in its middle that is
+    no span is an error with its number."""
+    path = tmp_path / "spans.jsonl"
+    with recording(MemorySink()) as (tracer, memory):
+        offer(tracer, 2)
+        first, second = spans_of(tracer, memory)
+    sink = JsonlSink(path)
+    sink.open()
+    sink.write([first, second])
+    sink.close()
+    whole = path.read_bytes()
+    start = whole.index(b"\n") + 1
+    for end in (start + 1, (start + len(whole)) // 2, len(whole) - 2):
+        caplog.clear()
+        path.write_bytes(whole[:end])
+        assert list(read_spans(path)) == [first]
+        assert "ends in the middle of line 2" in caplog.text
+    caplog.clear()
+    path.write_bytes(whole[:-1])
+    assert list(read_spans(path)) == [first, second]
+    assert not caplog.records
+    path.write_bytes(b"{}\n" + whole)
+    with pytest.raises(msgspec.DecodeError, match=r"line 1 of .*spans\.jsonl must be a span"):
+        list(read_spans(path))
+
+
 def test_a_full_disk_leaves_whole_lines(tmp_path):
     """A write that the disk has no room for raises, and the file is as before; the next one that fits is whole."""
     with recording(MemorySink()) as (tracer, memory):

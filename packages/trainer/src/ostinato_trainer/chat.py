@@ -4,8 +4,10 @@ The conversation is a `ChatSession` over the embedded engine, exactly what an ag
 """
 
 import sys
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -18,8 +20,10 @@ from ostinato_tokenization import ChatTokenizer, ContinuousTokens, TokenizationE
 from ostinato_tools import ToolExecutor, TrajectoryTools, load_tools
 from ostinato_trainer.checkpoints.manager import LATEST
 from ostinato_trainer.config import Config
-from ostinato_trainer.config.loading import load_config
-from ostinato_trainer.errors import CheckpointError
+from ostinato_trainer.config.data import DataConfig
+from ostinato_trainer.config.loading import load_config, load_tree
+from ostinato_trainer.config.sft import SftConfig
+from ostinato_trainer.errors import CheckpointError, ConfigError
 from ostinato_trainer.interrupts import run_interruptibly
 
 MAX_TOOL_TURNS = 8
@@ -46,7 +50,8 @@ def run_chat(path: Path, *, function_tool_path: Path | None, temperature: float,
     tool_format = config.actor_rollout_ref.rollout.multi_turn.format if config else "hermes"
     max_tokens = config.data.max_response_length if config else MAX_TURN_TOKENS
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-    run_interruptibly(_converse(model_path, executor, tool_format, params, console))
+    template_kwargs = config.data.apply_chat_template_kwargs if config else {}
+    run_interruptibly(_converse(model_path, executor, tool_format, template_kwargs, params, console))
 
 
 def find_model(path: Path) -> tuple[Path, Config | None]:
@@ -56,7 +61,7 @@ def find_model(path: Path) -> tuple[Path, Config | None]:
             run_config = next(
                 (folder / "config.yaml" for folder in (path, path.parent) if (folder / "config.yaml").is_file()), None
             )
-            return model_path, load_config([run_config], []) if run_config else None
+            return model_path, _config_of(run_config) if run_config else None
     if not path.is_dir():
         raise CheckpointError(
             f"{path} must be a checkpoint or a model folder, got no folder of that name; check the path"
@@ -65,6 +70,18 @@ def find_model(path: Path) -> tuple[Path, Config | None]:
     newest = f"global_step_{pointer.read_text(errors='replace').strip()}" if pointer.is_file() else None
     cure = f"give {path / newest}" if newest else "give a path that a run printed"
     raise CheckpointError(f"{path} must be a checkpoint or a model folder, but holds no config.json; {cure}")
+
+
+def _config_of(file: Path) -> Config:
+    """The configuration of a run; of a fine-tuning what it has in common with one: how conversations are rendered."""
+    try:
+        return load_config([file], [])
+    except ConfigError as error:
+        try:
+            tree, _ = load_tree(SftConfig, [file], [])
+        except ConfigError:
+            raise error from None
+        return Config(data=DataConfig(apply_chat_template_kwargs=tree.data.apply_chat_template_kwargs))
 
 
 def chat_tokenizer(model_path: Path) -> ChatTokenizer:
@@ -83,7 +100,12 @@ def chat_tokenizer(model_path: Path) -> ChatTokenizer:
 
 
 async def _converse(
-    model_path: Path, executor: ToolExecutor, tool_format: str, params: SamplingParams, console: Console
+    model_path: Path,
+    executor: ToolExecutor,
+    tool_format: str,
+    template_kwargs: Mapping[str, Any],
+    params: SamplingParams,
+    console: Console,
 ) -> None:
     tokenizer = chat_tokenizer(model_path)
     config = SessionConfig(format=tool_format)
@@ -106,7 +128,7 @@ async def _converse(
                 tools = await stack.enter_async_context(executor.open(f"chat-{num_conversations}"))
                 session = ChatSession(
                     client=client,
-                    tokens=ContinuousTokens(tokenizer),
+                    tokens=ContinuousTokens(tokenizer, template_kwargs=template_kwargs),
                     config=config,
                     budget=budget,
                     parser=parser,

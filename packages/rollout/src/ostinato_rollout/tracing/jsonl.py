@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from io import FileIO
@@ -11,6 +12,8 @@ from pathlib import Path
 import msgspec
 
 from ostinato_rollout.tracing.span import Span
+
+logger = logging.getLogger(__name__)
 
 
 class JsonlSink:
@@ -52,11 +55,20 @@ class JsonlSink:
 def read_spans(path: str | Path) -> Iterator[Span]:
     """Give the spans of a file, or of all `*.jsonl` files of a folder.
 
+    A file may end in the middle of a line, where its process was killed or is writing now: that span is left out, and it is said.
+
     Raises:
-        msgspec.DecodeError: A line is no span.
+        msgspec.DecodeError: A line is no span; the message has its file and number.
     """
     path = Path(path)
     for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
         with file.open("rb") as lines:
-            for line in lines:
-                yield msgspec.json.decode(line, type=Span)
+            for number, line in enumerate(lines, 1):
+                try:
+                    span = msgspec.json.decode(line, type=Span)
+                except msgspec.DecodeError as error:
+                    if line.endswith(b"\n"):
+                        raise msgspec.DecodeError(f"line {number} of {file} must be a span, got {error}") from error
+                    logger.warning("%s ends in the middle of line %d; the span there is left out", file, number)
+                    continue
+                yield span
