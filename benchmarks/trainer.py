@@ -171,9 +171,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--peer", type=Path, help="an interpreter with TRL; by default that of its environment")
     arguments = parser.parse_args()
     figures: dict[str, Any] = {}
-    python = python_of("trl")
+    python = arguments.peer or python_of("trl")
     if python is None:
         print("TRL's environment is missing; run `python -m benchmarks.peers trl`", file=sys.stderr)
     else:
