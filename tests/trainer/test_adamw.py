@@ -1,5 +1,7 @@
 """The optimizer that policy and critic share: torch's AdamW, with steps that are skipped and a state that is kept by name."""
 
+import logging
+
 import pytest
 import torch
 
@@ -50,6 +52,37 @@ def test_an_infinite_gradient_norm_is_skipped_and_counted_even_where_each_gradie
     assert same(optimizer.moments(), moments)
     assert (optimizer.num_steps, optimizer.num_skipped) == (2, 1)
     assert all(parameter.grad is None for parameter in optimizer.parameters.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_that_would_swallow_steps_are_refused(dtype):
+    """Parameters of 16 bits are refused by name with the key that computes in them; that they would lose a usual step is so."""
+    weight = torch.nn.Parameter(torch.full((2,), 0.02, dtype=dtype))
+    with pytest.raises(BackendError, match=r"float32 or float64, got torch\.\w*16 in w, .*actor\.dtype=bfloat16"):
+        AdamW({"w": weight}, AdamWOptions(lr=1e-6))
+    assert torch.equal(weight - 1e-6, weight)
+
+
+@pytest.mark.parametrize(
+    ("lr", "dtype", "said"),
+    [
+        (1e-6, torch.float32, False),
+        (1e-10, torch.float32, True),
+        (1e-10, torch.float64, False),
+        (0.0, torch.float32, False),
+    ],
+)
+def test_a_rate_that_rounding_takes_away_is_said(lr, dtype, said, caplog):
+    """A rate that most weights are too large for is a warning with their share, and a step then really changes none of those; usual rates, and the
+    rate 0 of whoever wants no step, are none."""
+    weights = torch.linspace(0.01, 0.03, 20000, dtype=dtype)
+    parameter = torch.nn.Parameter(weights.clone())
+    with caplog.at_level(logging.WARNING, logger="ostinato_trainer"):
+        optimizer = AdamW({"w": parameter}, AdamWOptions(lr=lr, weight_decay=0.0, grad_clip=1e9))
+    assert ("is lost in about 100% of the trained weights" in caplog.text) is said
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert torch.equal(parameter.detach(), weights) is (said or lr == 0)
 
 
 def test_moments_of_other_parameters_are_refused_and_change_nothing():

@@ -23,6 +23,9 @@ from ostinato_trainer.errors import BackendError
 
 _logger = logging.getLogger(__name__)
 
+_SAMPLE = 2**14
+"""Weights of each parameter that are looked at."""
+_NOTABLE_SHARE = 0.05
 _MOMENT_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -49,6 +52,50 @@ class AdamWOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         check_schedule(self.lr_scheduler_type, warmup_steps=self.lr_warmup_steps, total_steps=self.total_steps)
 
 
+def check_precision(parameters: Mapping[str, Tensor], lr: float, *, dtype: torch.dtype | None = None) -> None:
+    """Refuse parameters that keep no small steps, and say where the rate is too low for the others.
+
+    A step of AdamW moves a weight by about the learning rate; less than half the distance to the next number of its type moves nothing.
+
+    Args:
+        parameters: What steps are taken of.
+        lr: The highest learning rate.
+        dtype: The type that steps are taken in, where it is not that of the parameters.
+
+    Raises:
+        BackendError: A parameter has fewer than 32 bits.
+    """
+    small = next((name for name, value in parameters.items() if (dtype or value.dtype).itemsize < 4), None)
+    if small is not None:
+        raise BackendError(
+            f"trained weights must be float32 or float64, got {dtype or parameters[small].dtype} in {small}, which would swallow most steps; "
+            "keep them in float32 and compute in actor_rollout_ref.actor.dtype=bfloat16"
+        )
+    share = _share_out_of_reach(parameters, lr, dtype)
+    if lr > 0 and share > _NOTABLE_SHARE:
+        _logger.warning(
+            "A learning rate of %g is lost in about %.0f%% of the trained weights, whose next number is more than twice as far away: they will "
+            "hardly move; raise optim.lr",
+            lr,
+            100 * share,
+        )
+
+
+def _share_out_of_reach(parameters: Mapping[str, Tensor], lr: float, dtype: torch.dtype | None) -> float:
+    """The share of weights, from the first of each parameter, in which a step of `lr` is certainly rounded away."""
+    lost = total = 0.0
+    for value in parameters.values():
+        to_local: Any = getattr(value, "to_local", None)  # of a DTensor
+        local = (value if to_local is None else to_local()).detach()
+        if not local.numel():
+            continue
+        bound = 4 * lr / torch.finfo(dtype or value.dtype).eps
+        sample = local.flatten()[:_SAMPLE]
+        lost += float((sample.abs() > bound).double().mean()) * local.numel()
+        total += local.numel()
+    return lost / total if total else 0.0
+
+
 class AdamW:
     """Torch's fused AdamW over named parameters."""
 
@@ -59,11 +106,12 @@ class AdamW:
             options: See `AdamWOptions`.
 
         Raises:
-            BackendError: an option is out of range, or there is nothing to train.
+            BackendError: an option is out of range, there is nothing to train, or a parameter's type would swallow the steps.
         """
         options.check()
         if not parameters:
             raise BackendError("the model must have a parameter to train, got none; set requires_grad on some")
+        check_precision(parameters, options.lr)
         self.options = options
         self.parameters = dict(parameters)
         self.num_steps = 0

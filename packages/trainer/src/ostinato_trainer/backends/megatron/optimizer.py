@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ostinato_trainer.backends.adamw import AdamWOptions
+from ostinato_trainer.backends.adamw import AdamWOptions, check_precision
 from ostinato_trainer.backends.base import OptimizerStats
 from ostinato_trainer.backends.megatron import core
 from ostinato_trainer.backends.schedules import check_schedule, lr_factor
@@ -48,6 +48,7 @@ class ShardedOptimizer:
         """The model that gradients are taken of; they add up in it."""
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         """This rank's parameters, by Megatron's names."""
+        check_precision(self.parameters, options.lr, dtype=torch.float32)
         self._optimizer = core.make_optimizer(self.model, options)
         self.num_steps = 0
         """Steps asked for, skipped ones included; the schedule counts these."""
