@@ -29,8 +29,7 @@ from ostinato_tokenization import ChatTokenizer, ContinuousTokens
 from ostinato_tools import ToolExecutor
 from ostinato_trainer.algorithms.advantages import needs_critic
 from ostinato_trainer.algorithms.kl_control import KLController
-from ostinato_trainer.backends.choice import build_backend
-from ostinato_trainer.backends.critic import LocalCritic
+from ostinato_trainer.backends.choice import build_backend, build_critic
 from ostinato_trainer.backends.local import LocalBackendOptions
 from ostinato_trainer.backends.lora import lora_options
 from ostinato_trainer.backends.memory import EngineShare
@@ -132,11 +131,12 @@ async def _run(
     train_rows, val_rows = build_datasets(config, tokenizer, tools)
     _check_scorers(config, rewards, train_rows, val_rows)
     manager.check_agents(name for name in _distinct("agent_names", train_rows, val_rows) if name is not None)
-    loader = PromptLoader(
-        train_rows, batch_size=config.data.train_batch_size, shuffle=config.data.shuffle, seed=config.data_seed
-    )
+    batch_size, val_only = config.data.train_batch_size, config.trainer.val_only
+    if val_only:
+        batch_size = min(batch_size, len(train_rows))  # of which none is drawn
+    loader = PromptLoader(train_rows, batch_size=batch_size, shuffle=config.data.shuffle, seed=config.data_seed)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
-    if point is not None and point.step >= total_steps and not config.trainer.val_only:
+    if point is not None and point.step >= total_steps and not val_only:
         logger.warning(
             "Nothing is left to do: %s is step %d of %d; more trainer.total_training_steps or total_epochs would go on from there",
             point.directory,
@@ -146,16 +146,17 @@ async def _run(
         return
     sampling = sampling_of(config, manager, loader, total_steps=total_steps)
     own_callbacks = load_callbacks(config.trainer.callbacks)
-    backend = build_backend(config, backend_options(config, total_steps), places)
+    of_critic = critic_options(config, total_steps)
+    backend = build_backend(config, backend_options(config, total_steps), places, critic=of_critic)
     owned.callback(backend.close)
-    critic = build_critic(config, total_steps)
+    critic = None if of_critic is None else build_critic(config, of_critic, backend)
     kl_controller = KLController(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
     stateful: dict[str, Stateful] = {"sampling": sampling}
     if kl_controller is not None:
         stateful["kl_controller"] = kl_controller
     if point is not None:
-        restore_run(point, config, backend, critic, stateful)
-        if not config.trainer.val_only:  # a look at an old checkpoint undoes nothing that came after it
+        restore_run(point, config, backend, critic, {} if val_only else stateful)
+        if not val_only:  # a look at an old checkpoint undoes nothing that came after it
             take_up(folder, point)
     folder.hold()
     async with AsyncExitStack() as stack:
@@ -285,14 +286,14 @@ def engine_share(config: Config) -> EngineShare:
     return EngineShare(fraction=fraction, sleeps=config.engines_sleep)
 
 
-def build_critic(config: Config, total_steps: int) -> LocalCritic | None:
-    """The critic, where the advantage estimator reads values; it starts from the policy's files if it has none of its own."""
+def critic_options(config: Config, total_steps: int) -> LocalBackendOptions | None:
+    """The same of the critic, where the advantage estimator reads values."""
     if not needs_critic(config.algorithm.adv_estimator):
         return None
     critic, settings = config.critic, critic_update_settings(config)
     trajectories = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
     updates_per_step = settings.epochs * max(1, trajectories // settings.mini_batch_trajectories)
-    options = LocalBackendOptions(
+    return LocalBackendOptions(
         device=config.trainer.device or "auto",
         dtype=critic.dtype or config.actor_rollout_ref.actor.dtype,
         **msgspec.structs.asdict(critic.optim),
@@ -302,7 +303,6 @@ def build_critic(config: Config, total_steps: int) -> LocalCritic | None:
         use_remove_padding=config.actor_rollout_ref.model.use_remove_padding,
         engine=engine_share(config),
     )
-    return LocalCritic.from_pretrained(critic.model.path or str(config.actor_rollout_ref.model.path), options)
 
 
 def _check_scorers(config: Config, rewards: RewardManager, *datasets: PromptDataset | None) -> None:

@@ -1,4 +1,4 @@
-"""Which backend trains the policy: the one place that reads `actor_rollout_ref.actor.strategy`."""
+"""Which backend trains the policy, and the critic beside it: the one place that reads `actor_rollout_ref.actor.strategy`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 
 from ostinato_engines.device import CUDA, HOST, device_count, pick_device
 from ostinato_trainer.backends.base import TrainingBackend
+from ostinato_trainer.backends.critic import LocalCritic
 from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions
 from ostinato_trainer.config import Config
 from ostinato_trainer.errors import BackendError
@@ -16,6 +17,7 @@ from ostinato_trainer.errors import BackendError
 if TYPE_CHECKING:
     from ostinato_trainer.backends.ranks.base import RankFactory
     from ostinato_trainer.backends.ranks.workers import RankWorkers
+    from ostinato_trainer.loop.parts import Critic
     from ostinato_trainer.placement.places import Places
 
 _CALL_TIMEOUTS: Final = 6
@@ -23,13 +25,20 @@ _CALL_TIMEOUTS: Final = 6
 _LOG_FOLDER: Final = "ranks"
 
 
-def build_backend(config: Config, options: LocalBackendOptions, places: Places | None = None) -> TrainingBackend:
+def build_backend(
+    config: Config,
+    options: LocalBackendOptions,
+    places: Places | None = None,
+    *,
+    critic: LocalBackendOptions | None = None,
+) -> TrainingBackend:
     """The backend of the policy, with its ranks started where the strategy has any; `close` frees it.
 
     Args:
         config: The whole tree.
         options: What any strategy needs to know.
         places: Where actors go; None runs ranks as processes of this machine.
+        critic: The same of the critic, which ranks hold beside the policy; see `build_critic`.
 
     Raises:
         BackendError: the model cannot be loaded, a rank does not start, or the machine has too few devices.
@@ -40,10 +49,31 @@ def build_backend(config: Config, options: LocalBackendOptions, places: Places |
     from ostinato_trainer.backends.ranks.group import RankGroup
 
     workers = _actors(config, places) if places is not None else _processes(config, options)
-    return RankGroup(workers, _factory(config, path, options), max_tokens_per_forward=options.max_tokens_per_forward)
+    factory = _factory(config, path, options, critic)
+    return RankGroup(workers, factory, max_tokens_per_forward=options.max_tokens_per_forward)
 
 
-def _factory(config: Config, path: str, options: LocalBackendOptions) -> RankFactory:
+def build_critic(config: Config, options: LocalBackendOptions, backend: TrainingBackend) -> Critic:
+    """The critic, on the ranks of the backend where it has any, which were given the same options.
+
+    Raises:
+        BackendError: the model cannot be loaded, or the backend's ranks have no critic.
+    """
+    from ostinato_trainer.backends.ranks.group import RankGroup
+
+    if isinstance(backend, RankGroup):
+        return backend.critic(max_tokens_per_forward=options.max_tokens_per_forward)
+    return LocalCritic.from_pretrained(critic_path(config), options)
+
+
+def critic_path(config: Config) -> str:
+    """Of the model that the critic starts from: the policy's if it has none of its own."""
+    return config.critic.model.path or str(config.actor_rollout_ref.model.path)
+
+
+def _factory(
+    config: Config, path: str, options: LocalBackendOptions, critic: LocalBackendOptions | None
+) -> RankFactory:
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     if actor.strategy == "megatron":
         from ostinato_trainer.backends.megatron.setup import megatron_factory
@@ -51,13 +81,15 @@ def _factory(config: Config, path: str, options: LocalBackendOptions) -> RankFac
         return megatron_factory(config, options, enable_gradient_checkpointing=model.enable_gradient_checkpointing)
     from ostinato_trainer.backends.fsdp2 import Fsdp2Factory, Fsdp2Options
 
-    return Fsdp2Factory(
-        path,
-        Fsdp2Options(
+    def sharded(options: LocalBackendOptions) -> Fsdp2Options:
+        return Fsdp2Options(
             **msgspec.structs.asdict(options),
             **msgspec.structs.asdict(actor.fsdp_config),
             gradient_checkpointing=model.enable_gradient_checkpointing,
-        ),
+        )
+
+    return Fsdp2Factory(
+        path, sharded(options), critic=None if critic is None else (critic_path(config), sharded(critic))
     )
 
 

@@ -227,7 +227,9 @@ _SCORED: Final = (
     "each trajectory is scored as soon as it ends; a scorer of your own is reward.custom_reward_function, its weight among "
     "others reward.combine"
 )
-_NO_TRANSFORMER_ENGINE: Final = "it needs Transformer Engine, which is not used; sequences are packed"
+_ONE_RANK_A_SEQUENCE: Final = (
+    f"each sequence's attention stays on one rank of the data; {_ACTOR}.strategy=fsdp2 can share sequences"
+)
 _NOT_OFFLOADED: Final = f"nothing is kept in the host's memory with Megatron; {_ACTOR}.strategy=fsdp2 can"
 _ONE_DEVICE: Final = "this version trains on one device"
 _PLAIN_LORA: Final = "adapters are plain LoRA; see actor_rollout_ref.model.lora_rank"
@@ -296,19 +298,26 @@ UNREAD_SECTIONS: Final[dict[str, str]] = {
     "critic.rollout_n": "a step's trajectories are the same for policy and critic",
     "critic.strategy": "the critic is trained by the strategy of the actor",
     "critic.forward_max_token_len_per_gpu": "values are computed critic.ppo_max_token_len_per_gpu tokens at a time",
-    "critic.fsdp": "the critic is trained on one device",
-    "critic.megatron": "the critic is trained on one device",
+    "critic.fsdp": f"the critic is sharded as {_ACTOR}.fsdp_config says",
+    "critic.fsdp_config": f"the critic is sharded as {_ACTOR}.fsdp_config says",
+    "critic.model.fsdp_config": f"the critic is sharded as {_ACTOR}.fsdp_config says",
+    "critic.megatron": "Megatron trains no critic",
     "actor_rollout_ref.ref": "the reference policy is a frozen copy of the starting weights and has no settings",
     "actor_rollout_ref.hybrid_engine": "training and sampling share one process",
     f"{_ACTOR}.megatron.use_distributed_optimizer": "the optimizer is always distributed",
     f"{_ACTOR}.megatron.use_dist_checkpointing": "checkpoints are whole tensors, which any layout reads",
+    f"{_ACTOR}.megatron.dist_checkpointing_path": "actor_rollout_ref.model.path is a folder in the Hugging Face format",
     f"{_ACTOR}.megatron.use_mbridge": "models are mapped by this package",
+    f"{_ACTOR}.megatron.vanilla_mbridge": "models are mapped by this package",
+    f"{_ACTOR}.megatron.override_ddp_config": "gradients add up in float32 and are reduced once a step",
+    f"{_ACTOR}.megatron.use_remove_padding": "sequences are packed",
+    f"{_ACTOR}.megatron.dtype": "actor_rollout_ref.actor.dtype decides",
     f"{_ACTOR}.megatron.override_transformer_config": (
         "the model's config.json decides; actor_rollout_ref.model.enable_gradient_checkpointing computes layers again"
     ),
-    f"{_ACTOR}.megatron.sequence_parallel": _NO_TRANSFORMER_ENGINE,
-    f"{_ACTOR}.megatron.context_parallel_size": _NO_TRANSFORMER_ENGINE,
+    f"{_ACTOR}.megatron.context_parallel_size": _ONE_RANK_A_SEQUENCE,
     f"{_ACTOR}.megatron.expert_model_parallel_size": "models with experts are not mapped",
+    f"{_ACTOR}.megatron.expert_tensor_parallel_size": "models with experts are not mapped",
     f"{_ACTOR}.megatron.virtual_pipeline_model_parallel_size": "each rank has one stage of the pipeline",
     f"{_ACTOR}.megatron.param_offload": _NOT_OFFLOADED,
     f"{_ACTOR}.megatron.grad_offload": _NOT_OFFLOADED,

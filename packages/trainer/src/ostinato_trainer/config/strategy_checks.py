@@ -34,10 +34,10 @@ def strategy_problems(config: Config) -> list[str]:
             f"trainer.nnodes must be 1 with trainer.executor=local, which starts ranks on this machine, got {trainer.nnodes}; "
             "write trainer.nnodes=1 or trainer.executor=ray"
         )
-    if _needs_critic(config.algorithm.adv_estimator):
+    if actor.strategy == "megatron" and _needs_critic(config.algorithm.adv_estimator):
         problems.append(
             f"algorithm.adv_estimator must be one without a critic with {_ACTOR}.strategy={actor.strategy}, got "
-            f"{config.algorithm.adv_estimator}: the critic is trained on one device; write algorithm.adv_estimator=grpo or {_ACTOR}.strategy=local"
+            f"{config.algorithm.adv_estimator}: it trains no critic; write algorithm.adv_estimator=grpo or {_ACTOR}.strategy=fsdp2"
         )
     mode = actor.policy_loss.loss_mode
     if ":" not in mode and mode not in _losses_of_ours():
@@ -80,6 +80,11 @@ def unread_strategy_keys(config: Config) -> tuple[tuple[bool, str, tuple[str, ..
         (actor.strategy == "local", why, ("actor_rollout_ref.nccl_timeout", f"{_MODEL}.enable_gradient_checkpointing")),
         (actor.strategy != "fsdp2", why, fsdp),
         (actor.strategy != "megatron", why, megatron),
+        (
+            actor.strategy == "megatron" and actor.megatron.tensor_model_parallel_size == 1,
+            f"{_ACTOR}.megatron.tensor_model_parallel_size is 1",
+            (f"{_ACTOR}.megatron.sequence_parallel",),
+        ),
         (
             actor.strategy == "fsdp2" and actor.fsdp_config.param_offload,
             f"{_ACTOR}.fsdp_config.param_offload keeps the moments in the host's memory already",

@@ -6,13 +6,12 @@ It knows neither rewards nor advantages: values and returns are columns of the b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import msgspec
 import torch
-from torch import Tensor
 
 from ostinato_trainer.algorithms.value_loss import value_loss
-from ostinato_trainer.backends.base import LossOutput
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.config import Config
 from ostinato_trainer.loop.parts import Critic
@@ -29,7 +28,7 @@ class CriticUpdate:
 
     def __init__(self, config: Config) -> None:
         self._settings = critic_update_settings(config)
-        self._cliprange_value = config.critic.cliprange_value
+        self._loss = partial(value_loss, cliprange_value=config.critic.cliprange_value)  # it travels to ranks
 
     def run(self, batch: Batch, critic: Critic) -> dict[str, float]:
         """`critic.ppo_epochs` passes over the batch in mini-batches; returns the mean of their metrics.
@@ -51,9 +50,6 @@ class CriticUpdate:
             padded=critic.pads_sequences,
         )
         return metrics | explained_variance(batch)
-
-    def _loss(self, predicted: Tensor, micro_batch: Batch) -> LossOutput:
-        return value_loss(predicted, micro_batch, cliprange_value=self._cliprange_value)
 
 
 def critic_update_settings(config: Config) -> UpdateSettings:

@@ -6,7 +6,7 @@ It knows nothing of how calls arrive. Weights are handed out one list at a time,
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 
 from ostinato_engines import WeightManifest
 from ostinato_engines.device import CUDA, collect_shared_memory, set_device
-from ostinato_trainer.backends.base import EntropyMode, LossFn, OptimizerStats
-from ostinato_trainer.backends.ranks.base import RankAddress, RankBackend, RankFactory, RankPlace
+from ostinato_trainer.backends.base import EntropyMode, LossFn, LossOutput, OptimizerStats
+from ostinato_trainer.backends.ranks.base import RankAddress, RankBackend, RankCritic, RankFactory, RankPlace
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError
 
@@ -108,6 +108,39 @@ class RankHost:
     def save_hf(self, directory: Path) -> None:
         """See `RankBackend.save_hf`."""
         self._backend.save_hf(directory)
+
+    def critic_pads_sequences(self) -> bool:
+        """See `RankCritic.pads_sequences`."""
+        return self._critic.pads_sequences
+
+    def critic_values(self, micro_batches: Sequence[Batch]) -> list[Tensor]:
+        """See `RankCritic.values`; a rank that does not report answers with nothing."""
+        results = self._critic.values(micro_batches)
+        return results if self._backend.place.reports else []
+
+    def critic_forward_backward(
+        self, micro_batches: Sequence[Batch], loss_fn: Callable[[Tensor, Batch], LossOutput]
+    ) -> dict[str, float]:
+        """See `RankCritic.forward_backward`."""
+        return self._critic.forward_backward(micro_batches, loss_fn)
+
+    def critic_optimizer_step(self) -> OptimizerStats:
+        """See `RankCritic.optimizer_step`."""
+        return self._critic.optimizer_step()
+
+    def critic_save(self, directory: Path) -> None:
+        """See `RankCritic.save`."""
+        self._critic.save(directory)
+
+    def critic_load(self, directory: Path) -> None:
+        """See `RankCritic.load`."""
+        self._critic.load(directory)
+
+    @property
+    def _critic(self) -> RankCritic:
+        if self._backend.critic is None:
+            raise BackendError("ranks must have a critic to be asked for it, got none; give the factory one")
+        return self._backend.critic
 
 
 def join(address: RankAddress) -> torch.device:
