@@ -115,7 +115,7 @@ def build(folder, work, options, clock, watch):
         loss_type="dapo",
         beta=0.0,
         epsilon=0.2,
-        learning_rate=1e-6,
+        learning_rate=1e-8,
         lr_scheduler_type="constant",
         warmup_steps=0,
         weight_decay=0.0,

@@ -169,7 +169,7 @@ def settings(folder: Path, shape: str, options: Mapping[str, Any]) -> dict[str, 
             "model": {"path": str(folder / "model")},
             "actor": {
                 "dtype": "float32" if shape == "tiny" else "bfloat16",
-                "optim": {"lr": 1e-6, "weight_decay": 0.0},
+                "optim": {"lr": 1e-8, "weight_decay": 0.0},
                 "ppo_mini_batch_size": work.prompts,
                 "ppo_micro_batch_size_per_gpu": work.micro_batch,
                 "ppo_max_token_len_per_gpu": work.micro_batch * longest,
@@ -198,7 +198,7 @@ def figures(record: Record, shape: str) -> dict[str, Any]:
     waiting, rest = range(work.warm_up, first), range(first, work.num_steps)
 
     def median(values: Sequence[float]) -> float:
-        return round(statistics.median(values), 4)
+        return round(statistics.median(values), 6)
 
     def phases(chosen: range) -> dict[str, float]:
         own = {name: median([record.metrics[k].get(f"timing_s/{name}", 0.0) for k in chosen]) for name in _PHASES}

@@ -33,7 +33,8 @@ SHAPES = {
 }
 LLAMAS = ("135M",)
 """The others are Qwen3."""
-_COMMON, _SPREAD, _DAMPED = 0.3, 0.02, 0.01
+_COMMON, _DAMPED = 0.1, 1e-4
+"""Of all embeddings along the common direction; what is left of what layers add."""
 _TOOL = f'''"""The tool of the benchmark: it waits."""
 
 import asyncio
@@ -179,7 +180,6 @@ def save_model(folder: Path, shape: str, turn_tokens: int, ids: dict[str, int]) 
         **SHAPES[shape],
         max_position_embeddings=8192,
         tie_word_embeddings=True,
-        initializer_range=_SPREAD,
         bos_token_id=None,
         eos_token_id=ids[END],
         pad_token_id=ids[SPECIAL[0]],
@@ -192,18 +192,16 @@ def save_model(folder: Path, shape: str, turn_tokens: int, ids: dict[str, int]) 
             layer.self_attn.o_proj.weight.mul_(_DAMPED)
             layer.mlp.down_proj.weight.mul_(_DAMPED)
         embeddings = model.get_input_embeddings().weight
+        embeddings.normal_(std=math.sqrt(_COMMON / config.hidden_size**1.5))  # a token is hardly likelier after itself
         embeddings[:, 0] = _COMMON
+        words = torch.randint(len(ids) // 2, len(ids), (1, 64))
+        hidden = model.model(words).last_hidden_state[0].float()
+        others = torch.logsumexp(hidden @ embeddings.float().T, dim=-1).mean()
         for entry, share in ((END, 1 / turn_tokens), (CALL, 2 / turn_tokens)):
-            embeddings[ids[entry], 0] += _bonus(share, config.vocab_size, config.hidden_size)
+            wanted = others + math.log(share / (1 - 3 / turn_tokens))
+            embeddings[ids[entry]] = 0.0
+            embeddings[ids[entry], 0] = wanted / hidden[:, 0].mean()
     model.save_pretrained(folder)
-
-
-def _bonus(probability: float, vocab_size: int, width: int) -> float:
-    """What raises the weight of a token along the common direction until it is drawn with this probability."""
-    rms = math.sqrt(_COMMON**2 / width + _SPREAD**2)
-    spread_of_logits = _SPREAD * math.sqrt(width) * _SPREAD / rms
-    logit = math.log(probability / (1 - 3 * probability) * vocab_size) + spread_of_logits**2 / 2
-    return logit * rms / _COMMON
 
 
 if __name__ == "__main__":
