@@ -411,6 +411,24 @@ def one_rank(runs: Runs) -> dict[str, Any]:
     }
 
 
+def memory(runs: Runs) -> dict[str, Any]:
+    """Bytes a parameter that a rank says it holds after a step, by type and part, and what is said where memory runs out."""
+    batch, answer = mini_batch(), {}
+
+    def starved(output: Any, _: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    for dtype in ("float32", "bfloat16"):
+        rank = runs.ranks("qwen3", dtype=dtype, keep_reference=True)
+        numel = sum(value.numel() for value in rank.optimizer.parameters.values())
+        rank.forward_backward([batch], PLAIN_LOSS)
+        rank.optimizer_step()
+        held = msgspec.structs.asdict(rank.memory.held())
+        answer[dtype] = {part: size / numel for part, size in held.items()}
+        answer["starved"] = refusal(lambda rank=rank: rank.forward_backward([batch.select([0]), batch], starved))
+    return answer
+
+
 def refusal(action: Callable[[], Any]) -> str:
     """What an action is refused with."""
     try:
@@ -427,6 +445,7 @@ SCENARIOS: dict[int, dict[str, Callable[[Runs], dict[str, Any]]]] = {
         "training": lambda runs: training(runs, "qwen3", 1, 1),
         "training again": lambda runs: training(runs, "qwen3", 1, 1, enable_gradient_checkpointing=True),
         "one rank": one_rank,
+        "memory": memory,
     },
     2: {
         **{f"logits {model}": (lambda runs, model=model: logits(runs, model, 2)) for model in MODELS},

@@ -227,3 +227,19 @@ def test_what_cannot_run_is_refused(run_ranks: RunRanks) -> None:
     assert "actor_rollout_ref.model.path" in answer["no_model"]
     assert "lr must be finite" in answer["rate"]
     assert answer["pads"] is False
+
+
+def test_memory_that_runs_out_is_reported_by_what_holds_it(run_ranks: RunRanks) -> None:
+    """Of each parameter a rank counts what Megatron keeps of it after a step: weights, float32 gradients, moments, float32 weights beside 16 bits
+    and the reference. The report has them, the largest micro-batch and the keys."""
+    (answer,) = _scenario(run_ranks(1), "memory")
+    expected = {
+        "float32": {"parameters": 4, "gradients": 4, "optimizer": 8, "reference": 4},
+        "bfloat16": {"parameters": 2, "gradients": 4, "optimizer": 12, "reference": 2},
+    }
+    for dtype, parts in expected.items():
+        assert answer[dtype] == pytest.approx(parts, rel=0.05), dtype
+    said = answer["starved"]
+    assert said.startswith("OutOfMemoryError: memory must suffice for an update")
+    for part in ("ppo_micro_batch_size_per_gpu", "on cpu: parameters", "the largest of 2 micro-batches has"):
+        assert part in said
