@@ -91,7 +91,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path, caplog):
 
 
 def test_a_run_keeps_what_it_sampled_and_shows_some_of_it(quickstart_home, tmp_path, capsys):
-    """A validation alone trains and saves nothing; its samples are in the folder and on the console."""
+    """A validation alone trains and saves nothing and needs no whole batch of training rows; its samples are in the folder and on the console."""
     from ostinato_trainer.assembly import run_training
     from ostinato_trainer.config.loading import load_config
 
@@ -99,6 +99,8 @@ def test_a_run_keeps_what_it_sampled_and_shows_some_of_it(quickstart_home, tmp_p
         [quickstart_home / "config.yaml"],
         [
             "trainer.val_only=true",
+            "data.train_batch_size=100000",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=100000",
             "trainer.log_val_generations=2",
             f"trainer.validation_data_dir={tmp_path / 'val'}",
             f"trainer.rollout_data_dir={tmp_path / 'rollouts'}",
