@@ -2,6 +2,9 @@
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,13 +16,17 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from ostinato_trainer.algorithms.advantages import with_advantages
 from ostinato_trainer.algorithms.aggregation import LossAggMode, with_loss_weights
 from ostinato_trainer.algorithms.policy_losses import PolicyLossOptions, policy_loss_fn
+from ostinato_trainer.algorithms.value_loss import value_loss
 from ostinato_trainer.backends.base import EntropyMode
+from ostinato_trainer.backends.critic import LocalCritic
 from ostinato_trainer.backends.fsdp2 import Fsdp2Factory, Fsdp2Options
 from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions
+from ostinato_trainer.backends.lora import LoraOptions
+from ostinato_trainer.backends.ranks.critic import RankGroupCritic
 from ostinato_trainer.backends.ranks.group import RankGroup
 from ostinato_trainer.backends.ranks.processes import RankProcesses, RankProcessOptions
 from ostinato_trainer.batch import Batch
-from ostinato_trainer.errors import BackendError, BatchError
+from ostinato_trainer.errors import BackendError, BatchError, CheckpointError
 from ostinato_trainer.partitions import deal_to_ranks
 from ostinato_trainer.segments import Segment
 
@@ -75,7 +82,7 @@ def test_two_ranks_share_one_micro_batch_about_evenly(lengths: list[int]) -> Non
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose vocabulary and layers do not divide by the number of ranks."""
+    """A model whose vocabulary and layers do not divide by the number of ranks, and whose key heads are fewer than ranks."""
     config = Qwen3Config(
         vocab_size=47,
         hidden_size=16,
@@ -229,3 +236,97 @@ def test_what_cannot_travel_is_refused(group: RankGroup) -> None:
     with pytest.raises(BackendError, match="temperature must be above 0"):
         group.log_probs(batch, temperature=0.0)
     assert Counter(group.log_probs(batch, temperature=1.0).isfinite().tolist())[False] == 0
+
+
+@contextmanager
+def ranks(folder: Path, num_ranks: int, *, critic: bool = False, **options: object) -> Iterator[RankGroup]:
+    """A group that trains what `OPTIONS` say, changed by `options`."""
+    of_ranks = Fsdp2Options(**{**OPTIONS, **options})  # pyright: ignore[reportArgumentType]
+    of_critic = Fsdp2Options(**{**OPTIONS, "keep_reference": False, **options})  # pyright: ignore[reportArgumentType]
+    factory = Fsdp2Factory(str(folder), of_ranks, critic=(str(folder), of_critic) if critic else None)
+    group = RankGroup(RankProcesses(RankProcessOptions(num_ranks=num_ranks)), factory, max_tokens_per_forward=20)
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+def take_steps(group: RankGroup, local: LocalBackend, numbers: range) -> None:
+    """Steps of both, each of another batch, split into uneven parts or, every fifth, a single sequence; all that both say is compared."""
+    loss = policy_loss_fn(PolicyLossOptions(kl_loss_coef=0.1, entropy_coeff=0.01))
+    how = {"temperature": 0.9, "entropy": EntropyMode.GRADIENT}
+    for number in numbers:
+        batch = trained(make_batch(number), local)
+        for reference in (False, True):
+            asked = {"temperature": 0.9, "reference": reference}
+            torch.testing.assert_close(
+                group.log_probs(batch, **asked), local.log_probs(batch, **asked), rtol=1e-12, atol=1e-12
+            )
+        parts = [batch.select([1])] if number % 5 == 4 else batch.split_by_count(1 + 2 * (number % 5))
+        of_group, of_local = group.forward_backward(parts, loss, **how), local.forward_backward(parts, loss, **how)
+        assert of_group == pytest.approx(of_local, rel=1e-11, abs=1e-14)
+        one, other = group.optimizer_step(), local.optimizer_step()
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-11)
+    assert_same_weights(group, local)
+
+
+def take_steps_of_values(critic: RankGroupCritic, local: LocalCritic, numbers: range) -> None:
+    """As `take_steps`, of critics; values say whether the weights are still the same."""
+    loss = partial(value_loss, cliprange_value=0.5)
+    for number in numbers:
+        batch = make_batch(number)
+        values = local.values(batch)
+        torch.testing.assert_close(critic.values(batch), values, rtol=1e-11, atol=1e-12)
+        returns = torch.arange(batch.num_tokens, dtype=torch.float64).cos() * 2
+        batch = with_loss_weights(batch.with_columns(values=values, returns=returns), LossAggMode.TOKEN_MEAN)
+        parts = [batch.select([1])] if number % 5 == 4 else batch.split_by_count(1 + 2 * (number % 5))
+        assert critic.forward_backward(parts, loss) == pytest.approx(local.forward_backward(parts, loss), rel=1e-10)
+        one, other = critic.optimizer_step(), local.optimizer_step()
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-11)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_tokens_and_a_critic_on_them(model_folder: Path, tmp_path: Path) -> None:
+    """Two ranks with halves of each micro-batch's tokens do what one device does, and so does the critic that they hold; then three ranks that share
+    nothing go on from their checkpoints, and from one device's."""
+    local = LocalBackend.from_pretrained(model_folder, LocalBackendOptions(device="cpu", **OPTIONS))
+    local_critic = LocalCritic.from_pretrained(model_folder, LocalBackendOptions(device="cpu", **OPTIONS))
+    shared = {"ulysses_sequence_parallel_size": 2, "gradient_checkpointing": True}
+    with ranks(model_folder, 2, critic=True, **shared) as group:
+        critic = group.critic(max_tokens_per_forward=20)
+        take_steps(group, local, range(5))
+        take_steps_of_values(critic, local_critic, range(5))
+        group.save(tmp_path / "policy")
+        critic.save(tmp_path / "critic")
+    with ranks(model_folder, 3, critic=True) as group:
+        critic = group.critic(max_tokens_per_forward=20)
+        group.load(tmp_path / "policy")
+        critic.load(tmp_path / "critic")
+        take_steps(group, local, range(5, 6))
+        take_steps_of_values(critic, local_critic, range(5, 7))
+        local_critic.save(tmp_path / "local_critic")
+        take_steps_of_values(critic, local_critic, range(7, 8))
+        critic.load(tmp_path / "local_critic")
+        local_critic.load(tmp_path / "local_critic")
+        take_steps_of_values(critic, local_critic, range(8, 9))
+        with pytest.raises(CheckpointError, match="checkpoint must"):
+            critic.load(tmp_path / "policy")
+
+
+@pytest.mark.slow
+def test_adapters_on_ranks_are_those_of_one_device(model_folder: Path, tmp_path: Path) -> None:
+    """Adapters of a rank below the number of ranks: five steps, merged weights for engines and the model folder as of one device; the model without
+    them is the reference. Four ranks, of which pairs share tokens, go on from the checkpoint; a folder of adapters is read by rank 0 alone."""
+    pytest.importorskip("peft", reason="the extra lora is not installed")
+    lora = LoraOptions(rank=1, alpha=4, seed=3)
+    local = LocalBackend.from_pretrained(model_folder, LocalBackendOptions(device="cpu", **OPTIONS, lora=lora))
+    with ranks(model_folder, 2, lora=lora) as group:
+        take_steps(group, local, range(5))
+        group.save(tmp_path / "state")
+        group.save_hf(tmp_path / "hf")
+    merged = LocalBackend.from_pretrained(tmp_path / "hf", LocalBackendOptions(device="cpu", dtype="float64"))
+    stored = LoraOptions(adapter_path=str(tmp_path / "hf" / "lora_adapter"))
+    with ranks(model_folder, 4, lora=stored, ulysses_sequence_parallel_size=2) as group:
+        assert_same_weights(group, merged)
+        group.load(tmp_path / "state")
+        take_steps(group, local, range(5, 6))
