@@ -148,7 +148,7 @@ def test_a_report_says_what_held_the_memory():
         "kept by torch without use 1.00 GiB",
         "(an engine takes actor_rollout_ref.rollout.gpu_memory_utilization) 40.00 GiB, free 1.00 GiB",
         "the largest of 2 micro-batches has 15 tokens in 3 sequences, the longest 5",
-        "torch said: CUDA out of memory. Tried to allocate 2 GiB.",
+        "what was raised: CUDA out of memory. Tried to allocate 2 GiB.",
     ):
         assert part in message
     assert isinstance(raised.value, BackendError | MemoryError)

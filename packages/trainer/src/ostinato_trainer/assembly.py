@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -32,7 +32,7 @@ from ostinato_trainer.algorithms.kl_control import KLController
 from ostinato_trainer.backends.choice import build_backend, build_critic
 from ostinato_trainer.backends.local import LocalBackendOptions
 from ostinato_trainer.backends.lora import lora_options
-from ostinato_trainer.backends.memory import EngineShare
+from ostinato_trainer.backends.memory import EngineShare, out_of_memory_named
 from ostinato_trainer.checkpoints.manager import CheckpointManager
 from ostinato_trainer.checkpoints.resume import ResumePoint, check_same_run, resume_point, take_up
 from ostinato_trainer.checkpoints.run_state import Stateful
@@ -64,6 +64,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MEMORY_CURES: Final = "lower actor_rollout_ref.rollout.gpu_memory_utilization, or share the model out (actor_rollout_ref.actor.strategy=fsdp2)"
+"""Where memory runs out in none of the phases that know better, as while weights go to engines."""
+
 
 def run_training(config: Config, *, on_step: Callable[[int, Mapping[str, float]], None] | None = None) -> None:
     """Train by `config` to the end.
@@ -88,9 +91,12 @@ def run_training(config: Config, *, on_step: Callable[[int, Mapping[str, float]]
     callbacks = [StepFunction(on_step)] if on_step else []
 
     def attempt(config: Config, causes: Sequence[str]) -> None:
-        with CheckpointManager(
-            trainer.local_dir, max_to_keep=trainer.max_ckpt_to_keep, best_metric=trainer.best_metric
-        ) as folder:
+        with (
+            out_of_memory_named("the run", _MEMORY_CURES),
+            CheckpointManager(
+                trainer.local_dir, max_to_keep=trainer.max_ckpt_to_keep, best_metric=trainer.best_metric
+            ) as folder,
+        ):
             point = resume_point(config.trainer, folder)
             run_interruptibly(_run_placed(config, folder, point, callbacks, causes))
 

@@ -197,7 +197,7 @@ def _report(what: str, cures: str, error: BaseException, owner: MemoryOwner | No
             f"{number} has {largest.num_tokens} tokens in {largest.num_sequences} sequences, the longest "
             f"{int(largest.sequence_lengths.max())}"
         )
-    lines.append(f"torch said: {' '.join(str(error).split())[:_MAX_TEXT] or type(error).__name__}")
+    lines.append(f"what was raised: {' '.join(str(error).split())[:_MAX_TEXT] or type(error).__name__}")
     return "\n  ".join(lines)
 
 

@@ -20,6 +20,7 @@ from rich.progress import Progress
 
 from ostinato_tokenization import ChatTokenizer, TrainingConversation
 from ostinato_trainer.backends.lora import lora_options
+from ostinato_trainer.backends.memory import out_of_memory_named
 from ostinato_trainer.chat_template import chat_template_text, write_chat_template
 from ostinato_trainer.checkpoints.manager import CheckpointManager
 from ostinato_trainer.checkpoints.resume import ResumePoint, resume_point, take_up
@@ -33,7 +34,7 @@ from ostinato_trainer.sft.checkpoints import LearnedConversations, SftCheckpoint
 from ostinato_trainer.sft.checks import check_sft
 from ostinato_trainer.sft.data import read_conversations
 from ostinato_trainer.sft.reporting import StepReports, step_metrics, step_note
-from ostinato_trainer.sft.steps import SftSettings, sft_backend, sft_steps
+from ostinato_trainer.sft.steps import SFT_CURES, SftSettings, sft_backend, sft_steps
 
 __all__ = ["run_sft"]
 
@@ -63,6 +64,7 @@ def run_sft(config: SftConfig, *, console: Console) -> None:
     check_root(folder)
     with (
         terminated_as_interrupted(),
+        out_of_memory_named("the run", SFT_CURES.state),
         CheckpointManager(folder, max_to_keep=config.trainer.max_ckpt_to_keep) as manager,
         step_progress(console) as bars,
     ):

@@ -23,11 +23,12 @@ from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BatchError
 from ostinato_trainer.segments import Segment
 
-_CURES: Final = MemoryCures(
+SFT_CURES: Final = MemoryCures(
     batches="lower data.max_token_len_per_gpu or data.max_length",
     passes="lower data.max_token_len_per_gpu or data.max_length",
     state="train adapters alone (model.lora_rank=16)",
 )
+"""By the keys of `ostinato sft`."""
 
 
 class MaskedTokens(Protocol):
@@ -224,7 +225,7 @@ def sft_backend(model_path: str | Path, settings: SftSettings) -> LocalBackend:
         max_tokens_per_forward=settings.max_tokens_per_micro_batch,
         lora=settings.lora,
         use_remove_padding=settings.use_remove_padding,
-        cures=_CURES,
+        cures=SFT_CURES,
         path_key="model.path",
     )
     return LocalBackend.from_pretrained(model_path, options)
