@@ -60,7 +60,7 @@ def test_the_tool_takes_its_time_in_the_steps_that_say_so():
     """The first steps warm the run, the next wait for the tool, the last do not."""
     work = WORK["135M"]
     latencies = [work.latency_of(step) for step in range(1, work.num_steps + 1)]
-    assert latencies == [0.0] * 2 + [0.05] * 3 + [0.0] * 2
+    assert latencies == [0.0] * 2 + [0.03] * 3 + [0.0] * 2
 
 
 @pytest.mark.parametrize(("shape", "billions"), [("135M", 0.1345), ("1.7B", 1.7206)])
