@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ostinato_engines import EngineStartError
 from ostinato_engines.device import DeviceMemory
 from ostinato_trainer.algorithms.aggregation import with_loss_weights
 from ostinato_trainer.backends import memory
@@ -156,9 +157,11 @@ def test_a_report_says_what_held_the_memory():
 
 
 def test_other_errors_pass_and_a_report_is_not_reported_again():
-    """An error that has nothing to do with memory goes through as it is, and so does a report from within."""
+    """An error that has nothing to do with memory goes through as it is, and so do an engine's own words about it and a report from within."""
     with pytest.raises(RuntimeError, match="shape mismatch"), out_of_memory_named("x", "y"):
         raise RuntimeError("shape mismatch")
+    with pytest.raises(EngineStartError, match=r"^the engine says: CUDA out of memory$"), out_of_memory_named("x", "y"):
+        raise EngineStartError("the engine says: CUDA out of memory")
     inner, outer = out_of_memory_named("the inner", "z"), out_of_memory_named("the outer", "y")
     with pytest.raises(OutOfMemoryError, match="for the inner"), outer, inner:
         raise MemoryError

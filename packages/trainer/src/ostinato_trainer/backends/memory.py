@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ostinato_engines.device import DeviceMemory, device_memory, is_out_of_memory
 from ostinato_trainer.batch import Batch
-from ostinato_trainer.errors import OutOfMemoryError
+from ostinato_trainer.errors import OutOfMemoryError, TrainerError
 
 __all__ = [
     "EngineShare",
@@ -26,6 +26,7 @@ __all__ = [
     "MemoryOwner",
     "StateSize",
     "check_state_fits",
+    "has_run_out",
     "held_memory",
     "out_of_memory_named",
 ]
@@ -164,6 +165,12 @@ def check_state_fits(
         _logger.warning("Memory may run out: %s, of which others hold %s", text, _gib(memory.others))
 
 
+def has_run_out(error: BaseException) -> bool:
+    """Whether an error is Python's or torch's own for memory that ran out; those of others that speak of it have said what there is to say."""
+    is_bare = isinstance(error, MemoryError) or type(error).__module__.partition(".")[0] in ("builtins", "torch")
+    return is_bare and not isinstance(error, TrainerError) and is_out_of_memory(error)
+
+
 @contextmanager
 def out_of_memory_named(
     what: str, cures: str, *, owner: MemoryOwner | None = None, batches: Sequence[Batch] = ()
@@ -179,7 +186,7 @@ def out_of_memory_named(
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
+        if not has_run_out(error):
             raise
         raise OutOfMemoryError(_report(what, cures, error, owner, batches)) from error
 

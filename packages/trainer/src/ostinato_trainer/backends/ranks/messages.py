@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ostinato_engines.device import is_out_of_memory
+from ostinato_trainer.backends.memory import has_run_out
 from ostinato_trainer.errors import BackendError, OutOfMemoryError
 
 
@@ -46,7 +46,7 @@ def failure_of(error: Exception) -> Failure:
     """The error as it can travel: itself, or a `BackendError` with its text where it cannot be pickled and read again. Memory that ran out where
     nobody expected it is an `OutOfMemoryError` too."""
     lines = "".join(traceback.format_exception(error))
-    if is_out_of_memory(error) and not isinstance(error, OutOfMemoryError):
+    if has_run_out(error):
         error = OutOfMemoryError(
             f"memory must suffice for what a rank is asked for, but it ran out: {error}; lower "
             "actor_rollout_ref.rollout.gpu_memory_utilization, or share the model out over more devices"
