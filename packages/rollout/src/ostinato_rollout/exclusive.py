@@ -20,7 +20,7 @@ class Exclusive:
         self._order = asyncio.Lock()
         self.lock = asyncio.Lock()
         """Held by one that changes all replicas, and by whoever else must not be disturbed by such a one."""
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[asyncio.Task[Any], None] = {}  # in the order in which they were begun
         self._is_closed = False
 
     async def run(self, purpose: str, work: Callable[[], Awaitable[T]], *, changes_all: bool = True) -> T:
@@ -44,8 +44,8 @@ class Exclusive:
                 return await work()
 
         task = asyncio.get_running_loop().create_task(run())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:

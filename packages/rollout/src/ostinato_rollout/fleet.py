@@ -55,7 +55,7 @@ class Fleet:
         self.sleeping: set[str] = set()
         """Parts of engines that sleep, as `wake_up` names them; empty: all are awake."""
         self._no_replica_timeout_s = no_replica_timeout_s
-        self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
+        self._followers: weakref.WeakKeyDictionary[Follower, None] = weakref.WeakKeyDictionary()  # the first one first
         self._held = ""
         self._patience: asyncio.Task[None] | None = None
         self._is_impatient = False
@@ -116,7 +116,7 @@ class Fleet:
                 follower.add_server(replica.server)
         if self._held:
             follower.hold(self._held)
-        self._followers.add(follower)
+        self._followers[follower] = None
 
     def move(self, replica: Replica, state: ReplicaState, cause: str) -> None:
         """Change a replica's state; clients get to know it, or lose it, and their turns wait or go on."""

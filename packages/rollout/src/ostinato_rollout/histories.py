@@ -127,8 +127,8 @@ class TrackedChats:
         """What can be continued or is being answered; the longest idle one first."""
         self.begun: list[ChatSession] = []
         """All that are remembered, as they began."""
-        self.requests: set[asyncio.Task] = set()
-        """Who holds a conversation now."""
+        self.requests: dict[asyncio.Task, None] = {}
+        """Who holds a conversation now, the first one first."""
         self.last_used = time.monotonic()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -165,7 +165,7 @@ class TrackedChats:
         task = asyncio.current_task()
         assert task is not None
         tracked.busy = True
-        self.requests.add(task)
+        self.requests[task] = None
         try:
             new = messages[tracked.num_seen :]
             if new:
@@ -174,7 +174,7 @@ class TrackedChats:
             yield
         finally:
             tracked.busy = False
-            self.requests.discard(task)
+            self.requests.pop(task, None)
             self.last_used = tracked.last_used = time.monotonic()
             self.open.append(self.open.pop(self.open.index(tracked)))
             await self.let_go(self._leaving(tracked))

@@ -23,8 +23,8 @@ class OpenGroup(Generic[Prompt, Result]):
         self.oldest_version = saved.oldest_version
         self.was_kept = saved.is_kept
         """Whether it was found good before the state was taken."""
-        self.tasks: set[asyncio.Task[Any]] = set()
-        """What is under way for it."""
+        self.tasks: dict[asyncio.Task[Any], None] = {}
+        """What is under way for it, in the order in which it was begun."""
         self.attempts = dict(saved.attempts)
         self._results, self._failures = dict(saved.results), dict(saved.failures)
         self._n = n

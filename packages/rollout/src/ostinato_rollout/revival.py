@@ -63,7 +63,7 @@ class Revival:
             shutdown_timeout_s,
         )
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._replaying: set[asyncio.Task[None]] = set()
+        self._replaying: dict[asyncio.Task[None], None] = {}  # in the order in which they were begun
         self.not_ended: list[Replica] = []
         """Servers that did not shut down within their deadline, each as the replica that it was."""
         self.version: int | None = None
@@ -217,11 +217,11 @@ class Revival:
                 self._timeout_s,
             )
         )
-        self._replaying.add(replaying)
+        self._replaying[replaying] = None
         try:
             await asyncio.wait([replaying])
         finally:
-            self._replaying.discard(replaying)
+            del self._replaying[replaying]
             if not replaying.done():
                 await end(replaying)
         if self._weights is not source:

@@ -58,12 +58,12 @@ class StepTasks(Generic[Prompt, Result]):
         """Begin a step."""
         task = asyncio.create_task(self._work.do(group, number), context=self._context.copy())
         self._steps[task] = Step(group, number, time.monotonic())
-        group.tasks.add(task)
+        group.tasks[task] = None
         task.add_done_callback(self._ended)
 
     def interrupt(self, group: OpenGroup[Prompt, Result]) -> None:
         """Cancel what is under way for a group."""
-        self._interrupted |= group.tasks
+        self._interrupted.update(group.tasks)
         for task in group.tasks:
             task.cancel()
 
@@ -77,7 +77,7 @@ class StepTasks(Generic[Prompt, Result]):
 
     def _ended(self, task: asyncio.Task[Ended]) -> None:
         step = self._steps.pop(task)
-        step.group.tasks.discard(task)
+        del step.group.tasks[task]
         self._progress.end()
         was_interrupted = task in self._interrupted
         self._interrupted.discard(task)
