@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import re
 
 import pytest
@@ -76,6 +77,39 @@ class StubServer(AsyncServerBase):
         self.received = list(weights)
         await self._do("update_weights")
         self.policy_version = manifest.version if self.version_to_report is None else self.version_to_report
+
+
+class RepeatableLoop(asyncio.SelectorEventLoop):
+    """An event loop in which the same steps always lead to the same end.
+
+    A set of tasks has an order, in which a group cancels its own, say: here it follows from `order`, elsewhere from memory
+    addresses. And no time passes: what waits for a deadline waits for ever.
+    """
+
+    def __init__(self, order: int) -> None:
+        super().__init__()
+        numbers = random.Random(order)
+
+        class NumberedTask(asyncio.Task):
+            __slots__ = ("_number",)
+
+            def __init__(self, *args, **options) -> None:
+                self._number = numbers.getrandbits(60)
+                super().__init__(*args, **options)
+
+            def __hash__(self) -> int:
+                return self._number
+
+        self.set_task_factory(lambda loop, work, **options: NumberedTask(work, loop=loop, **options))
+
+    def time(self) -> float:
+        return 0.0
+
+
+@pytest.fixture
+def repeatable_loop():
+    """The class of event loops that do the same again: for state machines, whose rules depend on what has become of the others."""
+    return RepeatableLoop
 
 
 @pytest.fixture

@@ -5,11 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from unittest import mock
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from ostinato_engines import (
     AsyncServerBase,
@@ -136,14 +144,16 @@ class ErrorLog(logging.Handler):
 class PoolLife(RuleBasedStateMachine):
     """A pool of three under everything that can happen to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_loop) -> None:
         super().__init__()
-        self.loop = asyncio.new_event_loop()
+        self.make_loop = make_loop
         self.waiting: list[tuple[Engine, str, asyncio.Future]] = []
         self.engines: list[Engine] = []
         self.operations: list[asyncio.Task] = []
         self.turns: list[asyncio.Task] = []
         self.version = 0
+        self.pauses = mock.patch.multiple("ostinato_rollout.client", _FIRST_PAUSE_S=0.0, _LONGEST_PAUSE_S=0.0)
+        self.pauses.start()
         self.log = ErrorLog()
         logging.getLogger("ostinato_rollout.revival").addHandler(self.log)
         self.num_turns = 0
@@ -162,8 +172,8 @@ class PoolLife(RuleBasedStateMachine):
         self.engines.append(engine)
         return engine
 
-    @initialize(replayable=st.booleans(), updated=st.booleans())
-    def begin(self, replayable, updated):
+    @initialize(order=st.integers(0, 7), replayable=st.booleans(), updated=st.booleans())
+    def begin(self, order, replayable, updated):
         async def build():
             self.pool = ServerPool(
                 [self.make() for _ in range(NUM)],
@@ -173,6 +183,7 @@ class PoolLife(RuleBasedStateMachine):
             )
             self.client = self.pool.client()
 
+        self.loop = self.make_loop(order)
         self.replayable = replayable
         self.loop.run_until_complete(build())
         self.operate(self.pool.start)
@@ -364,7 +375,9 @@ class PoolLife(RuleBasedStateMachine):
                 self.end()
         finally:
             logging.getLogger("ostinato_rollout.revival").removeHandler(self.log)
-            self.loop.close()
+            self.pauses.stop()
+            if hasattr(self, "loop"):
+                self.loop.close()
         assert not self.log.broken
 
     def end(self):
@@ -398,10 +411,11 @@ class PoolLife(RuleBasedStateMachine):
             assert not asyncio.all_tasks(self.loop)
 
 
-PoolLife.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
-TestPoolLife = PoolLife.TestCase
-TestPoolLife.__doc__ = """Whatever happens in whichever order: clients know those in service, these have one policy and are not paused,
-changes follow the table, and in the end nothing is left."""
+def test_pool_life(repeatable_loop):
+    """Whatever happens in whichever order: clients know those in service, these have one policy and are not paused,
+    changes follow the table, and in the end nothing is left."""
+    chosen = settings(max_examples=80, stateful_step_count=40, deadline=None)
+    run_state_machine_as_test(lambda: PoolLife(repeatable_loop), settings=chosen)
 
 
 def test_every_state_is_reached_and_left_by_the_table():
