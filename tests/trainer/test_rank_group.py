@@ -287,8 +287,8 @@ def take_steps_of_values(critic: RankGroupCritic, local: LocalCritic, numbers: r
 
 @pytest.mark.slow
 def test_ranks_that_share_tokens_and_a_critic_on_them(model_folder: Path, tmp_path: Path) -> None:
-    """Two ranks with halves of each micro-batch's tokens do what one device does, and so does the critic that they hold; then three ranks that share
-    nothing go on from their checkpoints, and from one device's."""
+    """Two ranks with halves of each micro-batch's tokens do what one device does, and so does the critic that they hold; then four ranks, pairs of
+    which share tokens, go on from their checkpoints, and from one device's."""
     local = LocalBackend.from_pretrained(model_folder, LocalBackendOptions(device="cpu", **OPTIONS))
     local_critic = LocalCritic.from_pretrained(model_folder, LocalBackendOptions(device="cpu", **OPTIONS))
     shared = {"ulysses_sequence_parallel_size": 2, "gradient_checkpointing": True}
@@ -298,7 +298,7 @@ def test_ranks_that_share_tokens_and_a_critic_on_them(model_folder: Path, tmp_pa
         take_steps_of_values(critic, local_critic, range(5))
         group.save(tmp_path / "policy")
         critic.save(tmp_path / "critic")
-    with ranks(model_folder, 3, critic=True) as group:
+    with ranks(model_folder, 4, critic=True, ulysses_sequence_parallel_size=2) as group:
         critic = group.critic(max_tokens_per_forward=20)
         group.load(tmp_path / "policy")
         critic.load(tmp_path / "critic")
@@ -316,7 +316,7 @@ def test_ranks_that_share_tokens_and_a_critic_on_them(model_folder: Path, tmp_pa
 @pytest.mark.slow
 def test_adapters_on_ranks_are_those_of_one_device(model_folder: Path, tmp_path: Path) -> None:
     """Adapters of a rank below the number of ranks: five steps, merged weights for engines and the model folder as of one device; the model without
-    them is the reference. Four ranks, of which pairs share tokens, go on from the checkpoint; a folder of adapters is read by rank 0 alone."""
+    them is the reference. A single rank goes on from the checkpoint, and from a folder of adapters."""
     pytest.importorskip("peft", reason="the extra lora is not installed")
     lora = LoraOptions(rank=1, alpha=4, seed=3)
     local = LocalBackend.from_pretrained(model_folder, LocalBackendOptions(device="cpu", **OPTIONS, lora=lora))
@@ -326,7 +326,7 @@ def test_adapters_on_ranks_are_those_of_one_device(model_folder: Path, tmp_path:
         group.save_hf(tmp_path / "hf")
     merged = LocalBackend.from_pretrained(tmp_path / "hf", LocalBackendOptions(device="cpu", dtype="float64"))
     stored = LoraOptions(adapter_path=str(tmp_path / "hf" / "lora_adapter"))
-    with ranks(model_folder, 4, lora=stored, ulysses_sequence_parallel_size=2) as group:
+    with ranks(model_folder, 1, lora=stored) as group:
         assert_same_weights(group, merged)
         group.load(tmp_path / "state")
         take_steps(group, local, range(5, 6))
