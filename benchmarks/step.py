@@ -47,7 +47,7 @@ _ENGINE_MODES: dict[str, tuple[bool, dict[str, Any]]] = {
     "graphs": (False, {"compilation_config": GRAPHS}),
     "compiled": (False, {}),
 }
-_END_S = 30.0
+_MAKE_S = 600.0
 
 
 class Side:
@@ -83,6 +83,7 @@ class Side:
             process.stdin.close()
             for line in process.stdout:
                 answer = json.loads(line)
+                break  # it may have children that keep its output open
         except (OSError, ValueError) as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         finally:
@@ -99,9 +100,10 @@ class Side:
 
     def end(self) -> None:
         """End it and all that it started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        if self._process.returncode is None:  # later its number may be another's
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 def _paths() -> list[str]:
@@ -205,7 +207,7 @@ def measure(home: Path, shapes: Sequence[str], parts: Sequence[str], options: ar
                 if name in parts:
                     python = options.trl_python if name == "trl" else Path(sys.executable)
                     sides[shape, name] = Side(name, python, folder, shape, settings)
-        if any(maker.wait() for maker in makers):
+        if any(maker.wait(_MAKE_S) for maker in makers):
             raise SystemExit("the models must be made, but they could not be; see above")
         for (shape, name), side in sides.items():
             run = completed(side.run(options.timeout_s), shape, options, is_ours=name == "ours")

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import json
 import os
+import shutil
 import statistics
 import sys
 import threading
@@ -244,6 +245,7 @@ def main() -> None:
     if not sys.stdin.readline():
         return  # whoever has started this is gone
     began = time.perf_counter()
+    shutil.rmtree(folder / "ours", ignore_errors=True)  # of an earlier run
     (folder / "ours.json").write_text(json.dumps(settings(folder, shape, options)))
     config = load_config([folder / "ours.json"], [])
     run_training(config)
