@@ -21,6 +21,7 @@ from ostinato_trainer.backends.ranks.ray_workers import RankActors
 from ostinato_trainer.backends.ranks.workers import RankDiedError, RankTimeoutError
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError, CheckpointError
+from ostinato_trainer.heartbeat import num_beats
 
 SETTINGS = {"dtype": "float32", "lr": 1e-3, "total_steps": 4, "device": "cpu"}
 PLACES = (ActorPlacement(num_cpus=0.5),) * 2
@@ -80,7 +81,9 @@ def test_ranks_that_are_actors_say_what_one_device_says(quickstart_home: Path, g
     pids = workers.process_ids
     assert len(set(pids)) == 2
     expected = local.log_probs(batch(), temperature=1.0)
+    beats = num_beats()
     torch.testing.assert_close(group.log_probs(batch(), temperature=1.0), expected, rtol=1e-5, atol=1e-5)
+    assert num_beats() >= beats + 2  # each answer is a heartbeat of this process
     manifest, open_stream = group.weights(version=3)
     own_manifest, own_stream = local.weights(version=3)
     assert manifest == own_manifest
