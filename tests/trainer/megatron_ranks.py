@@ -77,6 +77,7 @@ def make_models(folder: Path) -> None:
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
         "initializer_range": 0.1,
+        "pad_token_id": 5,
     }
     kinds = {
         "qwen2_tied": (Qwen2ForCausalLM, Qwen2Config(**sizes, tie_word_embeddings=True)),

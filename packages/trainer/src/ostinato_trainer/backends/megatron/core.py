@@ -157,7 +157,26 @@ def build_model(
         position_embedding_type="rope",
     ).to(device, dtype)  # norms are made in float32
     model.rotary_pos_emb.inv_freq = frequencies.to(device, torch.float32)
+    if model.pre_process and shape.padding_id is not None:
+        model.embedding.word_embeddings.register_forward_hook(_WithoutPadding(shape.padding_id, layout, groups))
     return model
+
+
+@dataclass(frozen=True)
+class _WithoutPadding:
+    """Keeps gradients from the row of the padding token where it is read, which may stand in the text as any other: often its row is zero, where
+    the norm behind it has a gradient of a thousandfold."""
+
+    padding_id: int
+    layout: MegatronLayout
+    groups: RankGroups
+
+    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """The embedding's output, float [1, T, hidden], or [T / tensor ranks, 1, hidden] where they split the tokens."""
+        is_padding = inputs[0].flatten() == self.padding_id
+        if self.layout.splits_tokens:
+            is_padding = is_padding.chunk(self.groups.tensor_size)[self.groups.tensor_rank]
+        return torch.where(is_padding.view(*output.shape[:2], 1), output.detach(), output)
 
 
 def _transformer_config(

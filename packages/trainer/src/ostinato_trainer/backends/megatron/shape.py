@@ -88,6 +88,8 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool
     qk_norm: bool
     """Queries and keys are normed head by head."""
+    padding_id: int | None
+    """A token whose row of the embedding learns nothing from being read, as `transformers` has it."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DecoderShape:
@@ -103,6 +105,7 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
             )
         _refuse_what_is_not_mapped(model_type, config)
         num_heads, hidden_size = int(config["num_attention_heads"]), int(config["hidden_size"])
+        vocab_size, padding_id = int(config["vocab_size"]), config.get("pad_token_id")
         return cls(
             model_type=model_type,
             num_layers=int(config["num_hidden_layers"]),
@@ -111,11 +114,12 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
             num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
             head_dim=int(config.get("head_dim") or (128 if model_type == "qwen3" else hidden_size // num_heads)),
             intermediate_size=int(config["intermediate_size"]),
-            vocab_size=int(config["vocab_size"]),
+            vocab_size=vocab_size,
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=_QKV_BIAS[model_type],
             qk_norm=model_type == "qwen3",
+            padding_id=None if padding_id is None else int(padding_id) % vocab_size,
         )
 
     @classmethod
