@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks import weight_sync  # noqa: E402
+from benchmarks import weight_sync
 
 
 @pytest.mark.slow

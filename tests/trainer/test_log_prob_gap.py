@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,20 @@ from ostinato_agent_loop import AgentLoopOutput, RewardResult, Trajectory
 from ostinato_engines import PolicySpan, SamplingParams
 from ostinato_engines.transformers_server import TransformersServer
 from ostinato_rollout import Failure, FailureKind
-from ostinato_trainer.backends.local import LocalBackend
+from ostinato_trainer.algorithms.aggregation import with_loss_weights
+from ostinato_trainer.algorithms.policy_losses import PolicyLossOptions, policy_loss_fn
+from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions
 from ostinato_trainer.batch import Batch
-from ostinato_trainer.config import ActorConfig, ActorRolloutRefConfig, Config, RolloutConfig, TrainerConfig
+from ostinato_trainer.config import (
+    ActorConfig,
+    ActorRolloutRefConfig,
+    Config,
+    LogProbCheckConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 from ostinato_trainer.config.loading import load_config
+from ostinato_trainer.errors import PolicyMismatchError
 from ostinato_trainer.metrics.log_prob_gap import LogProbGapWatch, fresh_tokens, log_prob_gap
 from ostinato_trainer.quickstart.tiny_model import save_model, save_tokenizer
 from ostinato_trainer.segments import Segment, segments_of
@@ -96,9 +107,11 @@ def models(tmp_path_factory) -> dict[str, Path]:
     return folders
 
 
-async def sampled_by(folder: Path, params: SamplingParams, *, version: int = 0, **settings) -> list[Trajectory]:
+async def sampled_by(
+    folder: Path, params: SamplingParams, *, version: int = 0, server_class=TransformersServer, **settings
+) -> list[Trajectory]:
     """Trajectories of one turn from the embedded engine."""
-    server = TransformersServer(str(folder), max_model_len=128, **settings)
+    server = server_class(str(folder), max_model_len=128, **settings)
     await server.start()
     try:
         prompts = [[7, 8, 9, 10 + number] for number in range(8)]
@@ -206,3 +219,110 @@ def test_a_trainer_without_numbers_is_no_agreement(caplog):
     with caplog.at_level(logging.WARNING, logger="ostinato_trainer"):
         LogProbGapWatch(configured()).observe(batch, trajectories, 7)
     assert "differ by nan" in caplog.text
+
+
+class StaleServer(TransformersServer):
+    """Says that it took new weights, and samples from the old ones."""
+
+    async def update_weights(self, manifest, weights):
+        """See AsyncServerBase."""
+        for _ in weights:
+            pass
+        self.policy_version = manifest.version
+
+
+@pytest.fixture(scope="module")
+def trained_backend(models) -> LocalBackend:
+    """The policy after one optimizer step."""
+    backend = LocalBackend.from_pretrained(models["policy"], LocalBackendOptions(lr=1.5e-4))
+    batch = Batch.from_segments([Segment([7], [8, 9, 10, 11], [1] * 4, None, "g", "t", 1.0)])
+    batch = with_loss_weights(batch.with_columns(advantages=batch.loss_mask.double()), "token-mean")
+    backend.forward_backward([batch], policy_loss_fn(PolicyLossOptions(), "vanilla"))
+    assert not backend.optimizer_step().skipped
+    return backend
+
+
+async def sampled_after_sync(server_class: type[TransformersServer], folder: Path, backend: LocalBackend):
+    """Trajectories from an engine that was given the trained weights, as a batch with the trainer's log-probabilities, and themselves."""
+    manifest, stream = backend.weights(version=1)
+
+    class Updated(server_class):  # pyright: ignore[reportGeneralTypeIssues]  whichever it is
+        async def start(self):
+            await super().start()
+            await self.update_weights(manifest, stream())
+
+    ran = await sampled_by(folder, SamplingParams(max_tokens=16, seed=1), version=1, server_class=Updated)
+    batch = Batch.from_segments(segments_of(ran))
+    return batch.with_columns(old_log_probs=backend.log_probs(batch, temperature=1.0)), ran
+
+
+@pytest.mark.parametrize("action", ["warn", "stop"])
+async def test_an_engine_that_kept_its_old_weights_is_told(models, trained_backend, caplog, action):
+    """An engine that claims a weight update and samples from the weights before: the step is named with both numbers, and with what was
+    seen when both agreed; or the run ends there. One that took it passes."""
+    watch = LogProbGapWatch(configured(log_prob_check=LogProbCheckConfig(action=action)))
+    fresh, trajectories = await sampled_after_sync(TransformersServer, models["policy"], trained_backend)
+    stale, of_old = await sampled_after_sync(StaleServer, models["policy"], trained_backend)
+    with caplog.at_level(logging.WARNING, logger="ostinato_trainer"):
+        assert watch.observe(fresh, trajectories, 1)["training/log_probs_agree"] == 1.0
+        assert caplog.text == ""
+        text = r"step 2: log-probabilities .* differ by 0\.\d+ on average .* the 0\.005 of .*max_mean_diff \(in step 2 it was \S+\); .*old ones"
+        if action == "stop":
+            with pytest.raises(PolicyMismatchError, match=text):
+                watch.observe(stale, of_old, 1)
+        else:
+            assert watch.observe(stale, of_old, 1)["training/log_probs_agree"] == 0.0
+            assert re.search(text, caplog.text)
+
+
+async def test_the_bound_is_the_key_s_or_that_of_the_type(models, trained_backend, caplog):
+    """The same gap is one too many by default and in float32, and none where the key, or a shorter type, allows it."""
+    stale, of_old = await sampled_after_sync(StaleServer, models["policy"], trained_backend)
+    assert stale.old_log_probs is not None
+    mean = log_prob_gap(stale.rollout_log_probs, stale.old_log_probs, stale.loss_mask)[
+        "training/rollout_log_probs_diff_mean"
+    ]
+    assert 0.005 < mean < 0.5
+    cases = [
+        (configured(), False),
+        (configured(log_prob_check=LogProbCheckConfig(max_mean_diff=1.01 * mean)), True),
+        (configured(log_prob_check=LogProbCheckConfig(max_mean_diff=0.99 * mean)), False),
+        (configured("bfloat16"), mean <= 0.05),
+    ]
+    for config, agrees in cases:
+        assert LogProbGapWatch(config).observe(stale, of_old, 1)["training/log_probs_agree"] == float(agrees)
+
+
+def test_an_update_that_an_engine_did_not_take_ends_a_run_that_is_to_stop():
+    """Where sampling and training take turns, tokens that are said to be of an older version are a mismatch, too."""
+    trajectories = [segment((0, 6))]
+    batch = Batch.from_segments(segments_of(trajectories))
+    batch = batch.with_columns(old_log_probs=torch.full((batch.num_tokens,), -1.0))
+    watch = LogProbGapWatch(configured(log_prob_check=LogProbCheckConfig(action="stop")))
+    with pytest.raises(
+        PolicyMismatchError, match=r"step 8: 100\.0% of the sampled tokens .* another policy version than 7"
+    ):
+        watch.observe(batch, trajectories, 7)
+
+
+def test_temperature_that_an_engine_left_out_is_among_the_causes(caplog):
+    """With a temperature beside 1 the warning says that the engine may not have applied it to what it reports."""
+    trajectories = [segment((0, 0))]
+    batch = Batch.from_segments(segments_of(trajectories))
+    batch = batch.with_columns(old_log_probs=torch.full((batch.num_tokens,), -2.0))
+    with caplog.at_level(logging.WARNING, logger="ostinato_trainer"):
+        LogProbGapWatch(configured(temperature=0.7)).observe(batch, trajectories, 0)
+    assert "rollout.temperature=0.7" in caplog.text
+
+
+def test_a_check_without_effect_is_said(caplog):
+    """With bypass_mode there is nothing to compare, so a bound that was written is told to have no effect."""
+    with caplog.at_level(logging.WARNING, logger="ostinato_trainer"):
+        load_config(
+            [],
+            [
+                "algorithm.rollout_correction.bypass_mode=true",
+                "actor_rollout_ref.rollout.log_prob_check.max_mean_diff=0.1",
+            ],
+        )
+    assert "log_prob_check.max_mean_diff has no effect" in caplog.text

@@ -5,23 +5,24 @@ import json
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from ostinato_agent_loop import AgentLoopManager
-from ostinato_engines import PauseMode, TokenOutput
+from ostinato_engines import PauseMode, PolicySpan, TokenOutput, WeightManifest
 from ostinato_engines.transformers_server import TransformersServer
 from ostinato_trainer.assembly import run_training
 from ostinato_trainer.backends.local import LocalBackend
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.config import Config
 from ostinato_trainer.config.loading import load_config
-from ostinato_trainer.errors import TrainingInterrupted
+from ostinato_trainer.errors import PolicyMismatchError, TrainingInterrupted
 from ostinato_trainer.quickstart.run import make_files
 
 SMALL = (
@@ -75,6 +76,23 @@ class HeldServer(RecordingServer):
         while group >= 4 and not type(self).may_answer.is_set():  # noqa: ASYNC110 (a thread sets it)
             await asyncio.sleep(0.001)
         return await super().generate(prompt_ids, sampling_params, request_id, media)
+
+
+class StaleServer(RecordingServer):
+    """Says that it took new weights, and goes on with those that it had."""
+
+    async def update_weights(self, manifest: WeightManifest, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See AsyncServerBase."""
+        for _ in weights:
+            pass
+        self.policy_version = manifest.version
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling_params: Any, request_id: str, media: Sequence[Any] = ()
+    ) -> TokenOutput:
+        """See AsyncServerBase."""
+        output = await super().generate(prompt_ids, sampling_params, request_id, media)
+        return msgspec.structs.replace(output, policy_versions=(PolicySpan(0, self.policy_version),))
 
 
 class PausedServer(RecordingServer):
@@ -239,6 +257,27 @@ def test_the_engine_gets_the_trained_weights(home: Path, tmp_path: Path) -> None
     after = load_file(tmp_path / "global_step_2" / "huggingface" / "model.safetensors")
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_engine_with_old_weights_ends_a_run_that_is_to_stop(
+    home: Path, tmp_path: Path, trained: list[Batch]
+) -> None:
+    """The engine's first update changes nothing, so step 1 agrees; step 2 is the first from weights that the engine did not take, and the run
+    ends there, before it learns from them."""
+    with pytest.raises(PolicyMismatchError, match=r"step 2: .*in step 1 it was .*old ones"):
+        run_training(
+            configured(
+                home,
+                tmp_path,
+                varied_reward(tmp_path),
+                *server_overrides("StaleServer", tmp_path),
+                "actor_rollout_ref.actor.optim.lr=0.01",
+                "actor_rollout_ref.rollout.log_prob_check.action=stop",
+            )
+        )
+    (step,) = records(tmp_path)
+    assert step["training/log_probs_agree"] == 1.0
+    assert sum(batch.num_loss_tokens for batch in trained) == step["training/num_loss_tokens"]
 
 
 def test_the_engine_is_paused_as_the_key_says(home: Path, tmp_path: Path) -> None:

@@ -55,6 +55,10 @@ class TrainingInterrupted(TrainerError, RuntimeError):
     """Training stopped before its last step for a reason that the message states."""
 
 
+class PolicyMismatchError(TrainerError, RuntimeError):
+    """Engine and trainer do not compute the same policy; the message has both numbers and the likely cause."""
+
+
 class CallbackError(TrainerError, RuntimeError):
     """A callback raised; the message names it and what it raised."""
 

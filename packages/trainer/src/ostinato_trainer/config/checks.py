@@ -155,6 +155,11 @@ def unread_keys(config: Config, written: Collection[str]) -> list[str]:
             "clip_ratio_low and clip_ratio_high are both given",
             (f"{_ACTOR}.clip_ratio",),
         ),
+        (
+            config.algorithm.rollout_correction.bypass_mode,
+            "algorithm.rollout_correction.bypass_mode is true, which leaves nothing to compare",
+            (f"{_ROLLOUT}.log_prob_check.max_mean_diff", f"{_ROLLOUT}.log_prob_check.action"),
+        ),
         *algorithm_rules(config),
         *sampling_rules(config),
         (not config.data.shuffle, "data.shuffle is false", ("data.seed",)),
@@ -257,6 +262,11 @@ def check_runnable(config: Config) -> None:
         raise ConfigError(problems_text(problems))
     if (stale := uncorrected_staleness(config)) is not None:
         logger.warning("%s", stale)
+    if 1 == config.trainer.min_group_size < rollout.n and uses_groups(config):
+        logger.warning(
+            "trainer.min_group_size is 1: where all others of a group fail, the one that is left has no baseline, so its advantage is its plain "
+            "reward; write trainer.min_group_size=2 or more to draw another prompt instead"
+        )
     if rollout.n == 1 and uses_groups(config):
         logger.warning(
             "%s.n is 1: a group of one has no baseline, so its advantage is its plain reward; write %s.n=4 or more",

@@ -20,6 +20,7 @@ __all__ = [
     "AgentConfig",
     "CustomServerConfig",
     "EngineKwargsConfig",
+    "LogProbCheckConfig",
     "MultiTurnConfig",
     "RolloutConfig",
     "TraceConfig",
@@ -34,6 +35,16 @@ class EngineKwargsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """vLLM's engine arguments by their own names, such as `block_size`; one that it does not know is refused at start."""
     sglang: dict[str, Any] = msgspec.field(default_factory=dict)
     """SGLang's server arguments by their own names; one that it does not know is refused at start."""
+
+
+class LogProbCheckConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Whether engine and trainer still compute the same policy, asked in every step after a sync of weights (`log_prob_check`)."""
+
+    max_mean_diff: Annotated[float, Meta(gt=0)] | None = None
+    """Most by which their log-probabilities may differ on average, on tokens that were sampled from the very weights that are trained.
+    null: what rounding explains, which is 0.05 where `actor.dtype` is bfloat16, and otherwise 0.005."""
+    action: Literal["warn", "stop"] = "warn"
+    """What happens beyond it: warn, with both numbers and the likely cause; or stop, which ends the run before it learns from these tokens."""
 
 
 class RolloutConfig(AgentRolloutConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -72,5 +83,7 @@ class RolloutConfig(AgentRolloutConfig, frozen=True, forbid_unknown_fields=True,
     """Let the engine start faster and run slower: no graphs are captured."""
     max_num_batched_tokens: Annotated[int, Meta(ge=1)] | None = None
     """Tokens that one step of the engine computes for all conversations; null: the engine's own choice."""
+    log_prob_check: LogProbCheckConfig = LogProbCheckConfig()
+    """Whether engine and trainer still compute the same policy."""
     engine_kwargs: EngineKwargsConfig = EngineKwargsConfig()
     """What engines take beyond these keys."""

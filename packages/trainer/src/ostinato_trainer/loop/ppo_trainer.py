@@ -68,6 +68,7 @@ class PPOTrainer:
         Raises:
             TrainingInterrupted: A step found no groups to learn from.
             CheckpointError: A checkpoint could not be written.
+            PolicyMismatchError: Engine and trainer do not compute the same policy, and `log_prob_check.action` is stop.
             CallbackError: A callback raised.
             StalledError: Nothing happened for as long as the watchdog allows.
         """
@@ -103,6 +104,11 @@ class PPOTrainer:
         self._callbacks.tell("on_sample_end", self.step, rollout.trajectories, False)
         sampled = with_baselines(batch_of(rollout.trajectories, step=self.step), rollout.baselines)
         batch, metrics = await compute(prepare_batch, sampled, config, parts, clock)
+        metrics |= self._gap_watch.observe(
+            sampled.with_columns(old_log_probs=batch.old_log_probs),  # with what the rollout correction rejected
+            rollout.trajectories,
+            policy_version=self.step - 1,
+        )
         if parts.critic is not None:
             with clock("update_critic"):
                 metrics |= await compute(self._critic_update.run, batch, parts.critic)
@@ -116,11 +122,6 @@ class PPOTrainer:
             **rollout.metrics,
             **step_metrics(batch, rollout.trajectories, max_prompt_length=config.data.max_prompt_length),
             **staleness_metrics(rollout.trajectories, policy_version=self.step - 1),
-            **self._gap_watch.observe(
-                sampled.with_columns(old_log_probs=batch.old_log_probs),  # with what the rollout correction rejected
-                rollout.trajectories,
-                policy_version=self.step - 1,
-            ),
             **metrics,
             "training/epoch": parts.sampling.epoch,
         }

@@ -15,6 +15,7 @@ from torch import Tensor
 from ostinato_agent_loop import Trajectory
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.config import Config
+from ostinato_trainer.errors import PolicyMismatchError
 
 __all__ = ["LogProbGapWatch", "fresh_tokens", "log_prob_gap"]
 
@@ -24,6 +25,7 @@ _LARGEST_MEAN: Final = {"float32": 0.005, "bfloat16": 0.05}
 """Mean of |difference of log-probabilities| up to which rounding explains it, by the type that the trainer computes in. Half precision on
 both sides gives about 0.01 to 0.03; float32 on both sides 1e-5."""
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
+_CHECK: Final = f"{_ROLLOUT}.log_prob_check"
 
 
 def log_prob_gap(rollout_log_probs: Tensor, log_probs: Tensor, mask: Tensor) -> dict[str, float]:
@@ -90,29 +92,37 @@ def fresh_tokens(batch: Batch, trajectories: Sequence[Trajectory], policy_versio
 
 
 class LogProbGapWatch:
-    """Measures the gap of each step, and warns about what rounding does not explain.
+    """Measures the gap of each step, and warns about what rounding does not explain, or stops the run.
 
     Args:
-        config: The whole tree; the sampling keys and the trainer's type are evidence.
+        config: The whole tree; `log_prob_check` is obeyed, the sampling keys and the trainer's type are evidence.
     """
 
     def __init__(self, config: Config) -> None:
+        check, self._dtype = config.actor_rollout_ref.rollout.log_prob_check, config.actor_rollout_ref.actor.dtype
+        self._bound = check.max_mean_diff or _LARGEST_MEAN.get(self._dtype, _LARGEST_MEAN["float32"])
+        self._stops = check.action == "stop"
         self._sampling = _unlike_the_policy(config)
-        self._dtype = config.actor_rollout_ref.actor.dtype
+        self._temperature = config.actor_rollout_ref.rollout.temperature
         self._bypassed = config.algorithm.rollout_correction.bypass_mode
         self._in_turn = config.trainer.max_staleness == 0
         self._said: set[str] = set()
+        self._agreed: tuple[int, float] | None = None
+        """The last step in which both agreed, and its mean."""
 
     def observe(self, batch: Batch, trajectories: Sequence[Trajectory], policy_version: int) -> dict[str, float]:
-        """The metrics of `log_prob_gap` over all trained tokens.
+        """The metrics of `log_prob_gap` over all trained tokens, and `training/log_probs_agree`, 1 or 0.
 
-        The warning is about the tokens that were sampled from this very policy: others may differ, which
+        What is held to the bound are the tokens that were sampled from this very policy: others may differ, which
         `training/off_policy` and the rollout correction speak of. Where sampling and training take turns, there must be no others.
 
         Args:
             batch: With `old_log_probs`; without, or where they are the engine's own (`bypass_mode`), there is nothing to compare.
             trajectories: See `fresh_tokens`.
-            policy_version: Of the policy that `old_log_probs` are of.
+            policy_version: Of the policy that `old_log_probs` are of: the number of finished steps.
+
+        Raises:
+            PolicyMismatchError: Both do not compute the same policy, and `log_prob_check.action` is stop.
         """
         if batch.old_log_probs is None or self._bypassed:
             return {}
@@ -128,37 +138,56 @@ class LogProbGapWatch:
             )
         num_others = batch.num_loss_tokens - int(fresh.sum())
         if self._in_turn and num_others:
-            self._say(
+            self._alarm(
                 "versions",
-                f"{num_others / batch.num_loss_tokens:.1%} of the sampled tokens are said to be of another policy version than {policy_version}, the "
-                "current one, though trainer.max_staleness is 0; likely cause: a weight update that an engine did not take, or a server of "
-                "your own that gives its tokens without policy_versions; mend that, since staleness cannot be known otherwise",
+                f"step {policy_version + 1}: {num_others / batch.num_loss_tokens:.1%} of the sampled tokens are said to be of another policy version "
+                f"than {policy_version}, the current one, though trainer.max_staleness is 0; likely cause: a weight update that an engine did not "
+                "take, or a server of your own that gives its tokens without policy_versions; mend that, since staleness cannot be known otherwise",
             )
-        mean = gap.get("training/rollout_log_probs_diff_mean", 0.0)
-        if not mean <= _LARGEST_MEAN.get(self._dtype, 0.005):  # NaN is not
-            self._say(*self._cause(mean, gap.get("training/rollout_log_probs_diff_max", 0.0)))
-        return metrics
+        mean = gap.get("training/rollout_log_probs_diff_mean")
+        if mean is None:
+            return metrics
+        agrees = mean <= self._bound  # NaN is not
+        if agrees:
+            self._agreed = (policy_version + 1, mean)
+        else:
+            self._alarm(*self._cause(policy_version + 1, mean, gap["training/rollout_log_probs_diff_max"]))
+        return {**metrics, "training/log_probs_agree": float(agrees)}
 
-    def _cause(self, mean: float, largest: float) -> tuple[str, str]:
+    def _cause(self, step: int, mean: float, largest: float) -> tuple[str, str]:
         seen = (
-            f"log-probabilities of engine and trainer differ by {mean:.3g} on average (at most {largest:.3g}) on tokens of the current "
-            "policy, more than rounding explains"
+            f"step {step}: log-probabilities of engine and trainer differ by {mean:.3g} on average (at most {largest:.3g}) on tokens of the "
+            f"current policy, more than the {self._bound:g} of {_CHECK}.max_mean_diff{self._before()}"
         )
         if self._sampling:
             return "sampling", (
                 f"{seen}; likely cause: {', '.join(self._sampling)} make the engine sample from another distribution than the policy's, "
                 "which the trainer computes; write their neutral values, or set algorithm.rollout_correction.rollout_is"
             )
-        if mean < 0.1 and self._dtype == "float32":
+        if mean < 0.1 and self._dtype == "float32" and self._agreed is None:
             return "precision", (
                 f"{seen}; likely cause: the engine computes in a shorter type than the trainer's float32, or with other kernels; "
                 "let both compute in the same type, or set algorithm.rollout_correction.rollout_is=token"
             )
+        unscaled = (
+            f", it reports log-probabilities without {_ROLLOUT}.temperature={self._temperature:g}"
+            if self._temperature != 1.0
+            else ""
+        )
         return "weights", (
-            f"{seen}; likely cause: the engine's weights are not the trainer's (another model, a weight update that did not arrive whole), "
-            "or it applies sampling parameters of its own, such as a generation_config.json beside the model; "
+            f"{seen}; likely cause: the engine's weights are not the trainer's (old ones, another model, a weight update that did not arrive "
+            f"whole){unscaled}, or it applies sampling parameters of its own, such as a generation_config.json beside the model; "
             "compare the two on one prompt before training on"
         )
+
+    def _before(self) -> str:
+        return "" if self._agreed is None else f" (in step {self._agreed[0]} it was {self._agreed[1]:.3g})"
+
+    def _alarm(self, cause: str, text: str) -> None:
+        """Warns of a cause when it is first seen, or ends the run."""
+        if self._stops:
+            raise PolicyMismatchError(f"{text}; or write {_CHECK}.action=warn")
+        self._say(cause, text)
 
     def _say(self, cause: str, text: str) -> None:
         if cause not in self._said:
