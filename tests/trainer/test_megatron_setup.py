@@ -13,6 +13,7 @@ from ostinato_trainer.backends.megatron import setup
 from ostinato_trainer.backends.megatron.setup import megatron_factory, megatron_problems
 from ostinato_trainer.config import Config
 from ostinato_trainer.config.loading import load_config
+from ostinato_trainer.config.strategy_checks import unread_strategy_keys
 from ostinato_trainer.errors import ConfigError
 
 MODEL = {
@@ -54,7 +55,12 @@ def test_a_sound_run_has_no_problems(tmp_path: Path) -> None:
     )
     options = factory.options
     assert factory.path == str(tmp_path)
-    assert (options.layout.tensor_model_parallel_size, options.layout.pipeline_model_parallel_size) == (2, 2)
+    layout = options.layout
+    assert (layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, layout.splits_tokens) == (
+        2,
+        2,
+        True,
+    )
     assert (options.dtype, options.keep_reference, options.enable_gradient_checkpointing) == ("bfloat16", True, True)
     assert (options.lr, options.total_steps, options.lr_scheduler_type) == (3e-6, 7, "linear")
 
@@ -93,9 +99,31 @@ def test_an_absent_megatron_is_said_with_how_to_install_it(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    "key", ["sequence_parallel", "param_offload", "use_distributed_optimizer", "override_transformer_config.x"]
+    "key",
+    [
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "param_offload",
+        "grad_offload",
+        "optimizer_offload",
+        "use_distributed_optimizer",
+        "use_mbridge",
+        "override_transformer_config.recompute_granularity",
+    ],
 )
 def test_keys_of_other_systems_are_told_why_they_are_none(tmp_path: Path, key: str) -> None:
     """What is known of Megatron elsewhere and has no effect here is an error that says why."""
     with pytest.raises(ConfigError, match="is not a key: "):
         config_of(tmp_path, f"actor_rollout_ref.actor.megatron.{key}=true")
+
+
+@pytest.mark.parametrize(("tensor", "is_unread"), [(1, True), (2, False)])
+def test_splitting_tokens_over_one_rank_is_said(tmp_path: Path, tensor: int, is_unread: bool) -> None:
+    """Where one rank has whole layers, sequence_parallel splits nothing, and that is said; where several share them, it can be turned off."""
+    prefix = "actor_rollout_ref.actor.megatron"
+    keys = (f"{prefix}.tensor_model_parallel_size={tensor}", f"{prefix}.sequence_parallel=false")
+    config = config_of(tmp_path, "trainer.n_gpus_per_node=2", *keys)
+    rules = unread_strategy_keys(config)
+    assert any(applies and f"{prefix}.sequence_parallel" in unread for applies, _, unread in rules) is is_unread
+    factory = megatron_factory(config, AdamWOptions(total_steps=1), enable_gradient_checkpointing=False)
+    assert factory.options.layout.splits_tokens is False
