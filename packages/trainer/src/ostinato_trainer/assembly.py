@@ -53,7 +53,7 @@ from ostinato_trainer.loop.parts import TrainerParts
 from ostinato_trainer.loop.ppo_trainer import PPOTrainer
 from ostinato_trainer.loop.sampling import sampling_of
 from ostinato_trainer.metrics.generations import GenerationWatch
-from ostinato_trainer.model_files import check_model_folder, check_same_tokenizer, load_tokenizer
+from ostinato_trainer.model_files import check_model_folder, check_same_tokenizer, check_vocabulary, load_tokenizer
 from ostinato_trainer.placement.executor import AgentWorkers, cluster_of, manager_and_workers, places_of
 from ostinato_trainer.restarts import restart_metrics, run_with_restarts
 from ostinato_trainer.rewards.manager import RewardManager
@@ -128,6 +128,7 @@ async def _run(
     seed_all(config.trainer.seed)
     model = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model)
+    check_vocabulary(tokenizer, model, config.data.apply_chat_template_kwargs)
     if point is not None:
         check_same_run(point, config, tokenizer)
     tools = make_tool_executor(config.actor_rollout_ref.rollout.multi_turn, tokenizer)

@@ -1,12 +1,14 @@
 """The folder that `actor_rollout_ref.model.path` names: whether a model can be in it, and its tokenizer.
 
-Looks at names of files only; whether the weights can be loaded is found out by who loads them.
+Looks at names of files and at what is in the small ones; whether the weights can be loaded is found out by who loads them.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -16,9 +18,13 @@ from ostinato_trainer.config.actor import ModelConfig
 from ostinato_trainer.errors import ConfigError
 from ostinato_trainer.home_paths import home_path
 
-__all__ = ["check_model_folder", "check_same_tokenizer", "load_tokenizer"]
+__all__ = ["check_model_folder", "check_same_tokenizer", "check_vocabulary", "load_tokenizer"]
+
+_logger = logging.getLogger(__name__)
 
 _KEY: Final = "actor_rollout_ref.model"
+_SHORTEST: Final = ({"role": "user", "content": "1"},)
+"""A conversation of which every prompt has the tokens."""
 
 
 class _AddedToken(msgspec.Struct):
@@ -28,6 +34,14 @@ class _AddedToken(msgspec.Struct):
 
 class _TokenizerModel(msgspec.Struct):
     vocab: dict[str, int]
+
+
+class _TextConfig(msgspec.Struct):
+    vocab_size: int | None = None
+
+
+class _ModelJson(_TextConfig):
+    text_config: _TextConfig | None = None
 
 
 class _TokenizerJson(msgspec.Struct):
@@ -101,3 +115,46 @@ def load_tokenizer(model: ModelConfig) -> ChatTokenizer:
         raise ConfigError(
             f"{error} (in a run, {_KEY}.path names the folder and {_KEY}.chat_template a template file)"
         ) from error
+
+
+def check_vocabulary(tokenizer: ChatTokenizer, model: ModelConfig, template_kwargs: Mapping[str, Any]) -> None:
+    """Find out that the tokenizer makes prompts of tokens that the model has no embedding for; say of other such tokens that they are there.
+
+    Args:
+        tokenizer: Of `load_tokenizer`.
+        model: Whose folder holds the model's configuration.
+        template_kwargs: What prompts are rendered with.
+
+    Raises:
+        ConfigError: No prompt could be trained on.
+    """
+    size = _vocabulary_size(home_path(str(model.path), f"{_KEY}.path") / "config.json")
+    if size is None or tokenizer.vocab_size <= size:
+        return
+    cure = f"name a model whose embeddings were resized for its tokenizer, or the tokenizer that belongs to it, in {_KEY}.path"
+    try:
+        prompt = tokenizer.encode_chat(_SHORTEST, add_generation_prompt=True, template_kwargs=template_kwargs)
+    except TokenizationError:  # a template that wants more of a conversation; the dataset says what
+        prompt = []
+    beyond = next((token_id for token_id in prompt if token_id >= size), None)
+    if beyond is not None:
+        raise ConfigError(
+            f"{_KEY}.path must hold a model with an embedding for every token of a prompt, got a vocabulary of {size} and "
+            f"{tokenizer.decode([beyond])!r}, which is {beyond}; {cure}"
+        )
+    _logger.warning(
+        "The tokenizer of %s has tokens up to %d, and the model a vocabulary of %d: a text with a token beyond that ends the run; %s",
+        model.path,
+        tokenizer.vocab_size - 1,
+        size,
+        cure,
+    )
+
+
+def _vocabulary_size(file: Path) -> int | None:
+    """What a model's configuration says; None where it does not."""
+    try:
+        config = msgspec.json.decode(file.read_bytes(), type=_ModelJson)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return config.vocab_size or (config.text_config.vocab_size if config.text_config else None)

@@ -1,0 +1,44 @@
+"""A tokenizer that does not belong to its model is found out before the first step."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ostinato_trainer.config.actor import ModelConfig
+from ostinato_trainer.errors import ConfigError
+from ostinato_trainer.model_files import check_vocabulary, load_tokenizer
+
+
+def checked(quickstart_home: Path, folder: Path, change: dict[str, object]) -> None:
+    """Look at the quickstart's model, whose configuration says something else in `folder`."""
+    shutil.copytree(quickstart_home / "model", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    model = ModelConfig(path=str(folder))
+    check_vocabulary(load_tokenizer(model), model, {})
+
+
+def test_prompts_of_tokens_that_the_model_lacks_are_refused(quickstart_home: Path, tmp_path: Path) -> None:
+    """Where every prompt has a token without an embedding, no step could be taken: the token, its id, the vocabulary and the key are named."""
+    with pytest.raises(
+        ConfigError, match=r"model\.path must hold .* got a vocabulary of 3 and '.+', which is \d+; name a model"
+    ):
+        checked(quickstart_home, tmp_path / "model", {"vocab_size": 3})
+
+
+def test_tokens_that_may_never_be_used_are_said(
+    quickstart_home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A vocabulary that lacks the last token only is a warning; a whole one, a larger one, and none that is told are nothing."""
+    whole = json.loads((quickstart_home / "model" / "config.json").read_text())["vocab_size"]
+    size = load_tokenizer(ModelConfig(path=str(quickstart_home / "model"))).vocab_size
+    assert size <= whole
+    with caplog.at_level(logging.WARNING, logger="ostinato_trainer"):
+        for number, change in enumerate(({}, {"vocab_size": size + 8}, {"vocab_size": None})):
+            checked(quickstart_home, tmp_path / f"quiet_{number}", change)
+        assert not caplog.records
+        checked(quickstart_home, tmp_path / "said", {"vocab_size": None, "text_config": {"vocab_size": size - 1}})
+    assert f"has tokens up to {size - 1}, and the model a vocabulary of {size - 1}" in caplog.text
