@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
-from ostinato_trainer.config.checks import unread_keys
+from ostinato_trainer.config.checks import check_runnable, unread_keys
 from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.config.sampling_checks import uncorrected_staleness
 from ostinato_trainer.errors import ConfigError
@@ -56,3 +58,16 @@ def test_how_many_good_trajectories_a_group_needs(given: int | None, n: int, nee
     """By default two, since one alone has no baseline; one where a group is one."""
     overrides = [] if given is None else [f"trainer.min_group_size={given}"]
     assert load_config([], [*overrides, f"actor_rollout_ref.rollout.n={n}"]).trainer.good_per_group(n) == needed
+
+
+def test_a_survivor_that_would_be_alone_is_said(caplog):
+    """Where a group may shrink to one, a group estimator gives that one its plain reward; the default, another estimator, or groups of one by
+    design say nothing of it."""
+    keys = ["actor_rollout_ref.model.path=m", "data.train_files=a.parquet", "actor_rollout_ref.rollout.n=4"]
+    lone = [*keys, "trainer.min_group_size=1"]
+    with caplog.at_level(logging.WARNING, logger="ostinato_trainer"):
+        check_runnable(load_config([], keys))
+        check_runnable(load_config([], [*lone, "algorithm.adv_estimator=reinforce_plus_plus"]))
+        assert "min_group_size" not in caplog.text
+        check_runnable(load_config([], lone))
+    assert "write trainer.min_group_size=2 or more" in caplog.text
