@@ -6,6 +6,7 @@ import torch
 from ostinato_agent_loop import AgentLoopMetrics, AgentLoopOutput, RewardResult, Trajectory, TrajectoryEnd
 from ostinato_rollout import Failure, FailureKind
 from ostinato_trainer.batch import Batch
+from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.metrics.spreads import spread
 from ostinato_trainer.metrics.step import batch_metrics, step_metrics, timing_metrics, tool_metrics, turn_metrics
 from ostinato_trainer.segments import Segment
@@ -131,3 +132,19 @@ def test_responses_without_a_token_are_told_apart():
     metrics = batch_metrics(batch)
     assert (metrics["response_length/mean"], metrics["response_length_non_aborted/mean"]) == (1.0, 2.0)
     assert metrics["response/aborted_ratio"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "number"),
+    [
+        ((), 1),
+        (("trainer.nnodes=2", "trainer.n_gpus_per_node=4"), 1),
+        (("actor_rollout_ref.actor.strategy=fsdp2", "trainer.n_gpus_per_node=4"), 4),
+    ],
+)
+def test_throughput_counts_the_devices_that_train(overrides: tuple[str, ...], number: int) -> None:
+    """One device, however many engines have, without ranks; else one a rank, over which tokens per second are divided."""
+    config = load_config([], ["trainer.executor=ray", *overrides])
+    assert config.num_training_devices == number
+    metrics = timing_metrics({"step": 2.0}, {"perf/total_num_tokens": 80.0}, num_devices=config.num_training_devices)
+    assert metrics["perf/throughput"] == 40.0 / number

@@ -8,7 +8,6 @@ import pytest
 from ostinato_trainer.config.checks import check_runnable
 from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.errors import ConfigError
-from ostinato_trainer.metrics.step import timing_metrics
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MEGATRON = f"{ACTOR}.megatron"
@@ -104,19 +103,3 @@ def test_batches_and_devices_that_do_not_divide_are_refused(
     """Sizes that do not divide each other, or cannot hold what they must, are named with what to write, whatever the strategy."""
     said = problems(tmp_path, {}, *overrides)
     assert all(part in said for part in parts), said
-
-
-@pytest.mark.parametrize(
-    ("overrides", "number"),
-    [
-        ((), 1),
-        (("trainer.nnodes=2", "trainer.n_gpus_per_node=4"), 1),
-        ((f"{ACTOR}.strategy=fsdp2", "trainer.n_gpus_per_node=4"), 4),
-    ],
-)
-def test_throughput_counts_the_devices_that_train(overrides: tuple[str, ...], number: int) -> None:
-    """One device, however many engines have, without ranks; else one a rank, over which tokens per second are divided."""
-    config = load_config([], ["trainer.executor=ray", *overrides])
-    assert config.num_training_devices == number
-    metrics = timing_metrics({"step": 2.0}, {"perf/total_num_tokens": 80.0}, num_devices=config.num_training_devices)
-    assert metrics["perf/throughput"] == 40.0 / number
