@@ -76,17 +76,30 @@ def is_there(pid: int) -> bool:
         return False
 
 
-def test_calls_errors_and_a_death(ranks_module, caplog: pytest.LogCaptureFixture) -> None:
-    """Answers come in the order of ranks; an error of all is that error and they go on; a rank that is killed in a call ends it, by name and signal,
-    and takes the others along."""
-    ranks = make()
+def go_on_after(num_before: int, file: Path) -> None:
+    """Makes a file once this process has heard of progress."""
+    while num_beats() == num_before:
+        time.sleep(0.01)
+    file.touch()
+
+
+def test_calls_errors_and_a_death(ranks_module, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Answers come in the order of ranks; progress within a call is a heartbeat here; an error of all is that error, or the one for memory, and they
+    go on; a rank that is killed in a call ends it, by name and signal, and takes the others along."""
+    ranks = make(call_timeout_s=300.0)
     try:
         ranks.start(ranks_module.whole)
         assert ranks.call("policy_version", [(), ()]) == [0, 1]
+        before = num_beats()
+        threading.Thread(target=go_on_after, args=(before, tmp_path / "go_on"), daemon=True).start()
+        ranks.call("load", [(tmp_path,)] * 2)  # which ends once the file is there
+        assert num_beats() >= before + 3  # the answers are some too
+        with pytest.raises(OutOfMemoryError, match=r"it ran out: CUDA out of memory; lower"):
+            ranks.call("save", [("memory",)] * 2)
         with pytest.raises(BatchError, match="of rank 0") as raised:
             ranks.call("save", [("all raise",)] * 2)
         assert "ranks 0, 1 of 2" in raised.value.__notes__[0]
-        assert [record.getMessage() for record in caplog.records if record.name == "ranks"] == ["rank 0 saves"]
+        assert [record.getMessage() for record in caplog.records if record.name == "ranks"] == ["rank 0 saves"] * 2
         assert ranks.call("policy_version", [(), ()]) == [0, 1]
         pids = ranks.process_ids
         os.kill(pids[1], signal.SIGSTOP)  # it cannot answer before it is killed
@@ -101,29 +114,6 @@ def test_calls_errors_and_a_death(ranks_module, caplog: pytest.LogCaptureFixture
         assert not [pid for pid in pids if is_there(pid)]
         with pytest.raises(BackendError, match="must be running"):
             ranks.call("policy_version", [(), ()])
-    finally:
-        ranks.close()
-
-
-def test_progress_within_a_call_is_a_heartbeat_here(ranks_module, tmp_path: Path) -> None:
-    """A call that waits until this process has heard of its progress comes to its end; and memory that runs out on ranks is the one error for it."""
-    ranks = make(num_ranks=1, call_timeout_s=300.0)
-    try:
-        ranks.start(ranks_module.whole)
-        before = num_beats()
-
-        def go_on() -> None:
-            while num_beats() == before:
-                time.sleep(0.01)
-            (tmp_path / "go_on").touch()
-
-        listener = threading.Thread(target=go_on, daemon=True)
-        listener.start()
-        ranks.call("load", [(tmp_path,)])
-        listener.join()
-        assert num_beats() >= before + 2  # the answer is one too
-        with pytest.raises(OutOfMemoryError, match=r"it ran out: CUDA out of memory; lower"):
-            ranks.call("save", [("memory",)])
     finally:
         ranks.close()
 

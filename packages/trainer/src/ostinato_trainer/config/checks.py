@@ -262,7 +262,7 @@ def check_runnable(config: Config) -> None:
         raise ConfigError(problems_text(problems))
     if (stale := uncorrected_staleness(config)) is not None:
         logger.warning("%s", stale)
-    if 1 == config.trainer.min_group_size < rollout.n and uses_groups(config):
+    if trainer.min_group_size == 1 < rollout.n and uses_groups(config):
         logger.warning(
             "trainer.min_group_size is 1: where all others of a group fail, the one that is left has no baseline, so its advantage is its plain "
             "reward; write trainer.min_group_size=2 or more to draw another prompt instead"
