@@ -52,6 +52,7 @@ from ostinato_engines.vllm_engine.running import RunningEngine  # noqa: E402
 from ostinato_engines.vllm_engine.sampling import FILTERS_KEY, OUR_PROCESSORS, to_vllm  # noqa: E402
 from ostinato_engines.vllm_engine.worker import WeightExtension  # noqa: E402
 from ostinato_engines.vllm_server import VLLMServer  # noqa: E402
+from ostinato_engines.weight_blocks import whole_blocks  # noqa: E402
 from ostinato_engines.weight_transfer import MemoryKind, WeightListener, WeightReceiver, connect  # noqa: E402
 
 LOG = """(EngineCore 10) INFO Initializing an engine
@@ -157,6 +158,20 @@ def manifest_of(*, extra=(), without=(), **changes):
         **changes,
     }
     return WeightManifest(1, (*(spec for name, spec in specs.items() if name not in without), *extra))
+
+
+def test_a_part_holds_whole_blocks(folder):
+    """Of what vLLM joins a part must bring all or nothing, else it would fill the gap with what lay in its memory; a tied head need not come."""
+    tensors = CheckpointTensors(folder, dtype="bfloat16", tied=True, cast=False)
+    whole = manifest_of()
+    for spec in whole.tensors:
+        block = whole.resting_on("base", [spec.name]).partial()
+        if block is not None:
+            tensors.check(block)
+    gap = WeightManifest(1, whole.tensors[:1], ("model.embed_tokens.weight",), "base", True)
+    assert whole_blocks([whole.tensors[0].name], [spec.name for spec in whole.tensors]) != (whole.tensors[0].name,)
+    with pytest.raises(ManifestError, match="send the whole model"):
+        tensors.check(gap)
 
 
 def test_a_manifest_is_held_to_the_checkpoint(folder):

@@ -1,6 +1,7 @@
 """Adapters: the base never changes, what leaves is merged, and everything else is as with a whole model."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from ostinato_engines.transformers_server import TransformersServer
+from ostinato_rollout import ServerPool
 from ostinato_trainer.algorithms.aggregation import with_loss_weights
 from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions
 from ostinato_trainer.backends.lora import LoraAdapters, LoraOptions, lora_options
@@ -352,3 +355,49 @@ def test_a_missing_extra_is_said_with_its_cure(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(MissingExtraError, match=r"pip install 'ostinato-trainer\[lora\]'"):
         lora_options(ModelConfig(lora_rank=2), seed=0)
     assert lora_options(ModelConfig(), seed=0) is None
+
+
+def test_the_manifest_says_what_adapters_cannot_change() -> None:
+    """With adapters on some layers the manifest names the blocks that they touch, and a base that stays from step to step and depends on model
+    and layers; what it leaves out keeps its bits. Without adapters everything may change."""
+    backend = make_backend(target_modules=["v_proj"])
+    first, _ = backend.weights(version=0)
+    before = sent(backend)
+    step(backend, 2)
+    later, _ = backend.weights(version=2)
+    after = sent(backend)
+    assert later.base == first.base != ""
+    assert set(first.changing) == {name for name in before if ".self_attn." in name}
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if name.endswith("v_proj.weight")}
+    assert moved <= set(first.changing)
+    assert make_backend(target_modules=["q_proj"]).weights()[0].base == first.base  # the same blocks of the same model
+    assert make_backend(target_modules=["up_proj"]).weights()[0].base != first.base
+    with torch.no_grad():
+        other = make_model()
+        other.lm_head.weight.add_(1.0)
+    assert make_backend(other, target_modules=["v_proj"]).weights()[0].base != first.base
+    assert make_backend(rank=0).weights()[0].partial() is None
+
+
+async def test_an_engine_that_gets_adapted_layers_alone_has_the_whole_policy(caplog: pytest.LogCaptureFixture) -> None:
+    """Through a pool, sync after sync: the first brings all tensors, the others those that adapters touch, and the engine has the merged bits."""
+    model = make_model().float()
+    backend, served = make_backend(model, dtype="float32", target_modules=["down_proj"]), make_model().float()
+    with torch.no_grad():
+        for parameter in served.parameters():
+            parameter.zero_()
+    pool = ServerPool([TransformersServer(served, max_model_len=32)])
+    await pool.start()
+    try:
+        with caplog.at_level(logging.INFO, logger="ostinato_rollout"):
+            for version in range(3):
+                manifest, stream = backend.weights(version=version)
+                await pool.update_weights(manifest, stream, replayable=True)
+                merged = sent(backend)
+                assert all(torch.equal(tensor, merged[name]) for name, tensor in served.named_parameters())
+                await pool.withdraw_weights()
+                step(backend)
+        assert caplog.text.count(f"got 6 of {len(manifest.tensors)} tensors") == 2
+    finally:
+        await pool.shutdown()

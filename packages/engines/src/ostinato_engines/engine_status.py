@@ -3,8 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ostinato_engines.errors import EngineClosedError, EngineCrashedError, EngineInputError, EngineNotReadyError
-from ostinato_engines.types import EngineState, PauseMode
+from ostinato_engines.errors import (
+    EngineClosedError,
+    EngineCrashedError,
+    EngineInputError,
+    EngineNotReadyError,
+    ManifestError,
+)
+from ostinato_engines.types import EngineState, PauseMode, WeightManifest
 
 WEIGHTS = "weights"
 SLEEP_TAGS = ("kv_cache", WEIGHTS)
@@ -35,6 +41,8 @@ class EngineStatus:
     """The parts that sleep."""
     stale: bool = False
     """The weights are not those of any complete update."""
+    base: str = ""
+    """What an update in part may rest on: `WeightManifest.base` of the last whole one."""
     closed: bool = False
     failure: BaseException | None = None
 
@@ -81,6 +89,22 @@ class EngineStatus:
         state, detail = self.now()
         if state not in (EngineState.READY, EngineState.PAUSED):
             raise EngineNotReadyError(f"server must be ready, is {detail}")
+
+    def require_base(self, manifest: WeightManifest) -> None:
+        """Raises `ManifestError` for an update in part where the rest is not there."""
+        if manifest.is_partial and (self.stale or manifest.base != self.base):
+            raise ManifestError(
+                f"manifest must hold every tensor for an engine without the weights that it rests on, got {len(manifest.tensors)} in part; "
+                "send the whole model"
+            )
+
+    def begin_update(self) -> None:
+        """From now on the weights are of no update."""
+        self.stale, self.base = True, ""
+
+    def end_update(self, manifest: WeightManifest) -> None:
+        """They are those of this one."""
+        self.stale, self.base = False, manifest.base
 
     def require_awake_weights(self) -> None:
         """Raises where there is no memory that weights could go to."""

@@ -181,6 +181,7 @@ class TransformersServer(AsyncServerBase):
             pause_modes=tuple(PauseMode),
             sleep_levels=(1, 2),
             weight_update=True,
+            partial_updates=True,
             exact_policy_spans=True,
             media=False,
             chat_completion=self._codec is not None,
@@ -322,10 +323,12 @@ class TransformersServer(AsyncServerBase):
         batcher, desk, writer = self._parts()
         self._status.require_awake_weights()
         writer.check(manifest)
+        self._status.require_base(manifest)
         self._steps.bind()
         async with self._steps.between_steps():
             self._status.require_loaded()
-            self._status.stale = True
+            self._status.require_base(manifest)
+            self._status.begin_update()
             cancelled = threading.Event()
             try:
                 await self._steps.run(
@@ -341,7 +344,7 @@ class TransformersServer(AsyncServerBase):
             desk.tidy()
             batcher.weights_changed(manifest.version)
             self.policy_version = manifest.version
-            self._status.stale = False
+            self._status.end_update(manifest)
         self._steps.wake()
 
     async def reset_prefix_cache(self) -> None:

@@ -4,6 +4,7 @@ Plain frozen structs: they pickle, encode with msgspec, and load neither torch n
 """
 
 import difflib
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 
 from ostinato_engines.errors import EngineInputError, ManifestError, SamplingParamsError
+from ostinato_engines.weight_blocks import whole_blocks
 
 _KNOWN_ALIASES = {
     "do_sample": "temperature=0 for greedy decoding",
@@ -259,8 +261,19 @@ class WeightManifest(msgspec.Struct, frozen=True):
 
     version: int
     tensors: tuple[TensorSpec, ...]
+    changing: tuple[str, ...] = ()
+    """Names of the tensors that may change from version to version, where the others cannot; empty: all may."""
+    base: str = ""
+    """Names the others' values, and which they are. An engine that took a whole update with this base has them as long as its memory stays."""
+    is_partial: bool = False
+    """Only the tensors of `changing` come: for an engine that has the others of this `base`."""
 
     def __post_init__(self) -> None:
+        if bool(self.changing) != bool(self.base) or (self.is_partial and not self.base):
+            raise ManifestError(
+                f"base must be given together with changing, and both for an update in part, got base {self.base!r} and "
+                f"{len(self.changing)} changing tensors; use WeightManifest.resting_on"
+            )
         if not _is_int(self.version) or self.version < 0:
             raise ManifestError(
                 f"version must be an integer of at least 0, got {self.version!r}; number updates from 1"
@@ -276,6 +289,26 @@ class WeightManifest(msgspec.Struct, frozen=True):
                 for name, tensor in tensors
             ),
         )
+
+    def resting_on(self, fingerprint: str, changing: Iterable[str]) -> "WeightManifest":
+        """The same update of a model of which only some tensors change.
+
+        Args:
+            fingerprint: Of the model that does not change.
+            changing: Tensors whose values may differ from it, and from version to version; with them all that an engine may keep together
+                with one of them.
+        """
+        names = whole_blocks(changing, [spec.name for spec in self.tensors])
+        digest = hashlib.blake2b("\n".join((fingerprint, *names)).encode(), digest_size=16).hexdigest()
+        return msgspec.structs.replace(self, changing=names, base=digest) if names else self
+
+    def partial(self) -> "WeightManifest | None":
+        """The update for an engine that has what does not change; None where everything may."""
+        if not self.base or len(self.changing) == len(self.tensors):
+            return None
+        chosen = set(self.changing)
+        tensors = tuple(spec for spec in self.tensors if spec.name in chosen)
+        return msgspec.structs.replace(self, tensors=tensors, is_partial=True)
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -310,6 +343,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     pause_modes: tuple[PauseMode, ...] = ()
     sleep_levels: tuple[int, ...] = ()
     weight_update: bool = False
+    partial_updates: bool = False
+    """Takes an update in part (`WeightManifest.is_partial`) where it has the rest, and refuses it with `ManifestError` where not."""
     exact_policy_spans: bool = False
     media: bool = False
     chat_completion: bool = False

@@ -161,6 +161,7 @@ class VLLMServer(AsyncServerBase):
             pause_modes=tuple(PauseMode),
             sleep_levels=(1, 2) if engine is not None and can_sleep(engine.parts) else (),
             weight_update=engine is not None and not engine.why_no_update,
+            partial_updates=engine is not None and not engine.why_no_update,
             exact_policy_spans=engine is not None and engine.exact_spans,
             chat_completion=self._codec is not None or (engine is not None and engine.chat is not None),
             kv_capacity_tokens=None if engine is None else engine.kv_capacity_tokens,
@@ -358,7 +359,8 @@ class VLLMServer(AsyncServerBase):
         async with self._changing:
             self._status.require_loaded()
             self._status.require_awake_weights()
-            self._status.stale = True
+            self._status.require_base(manifest)
+            self._status.begin_update()
             try:
                 await engine.replace_weights(manifest, weights, is_awake=not self._status.asleep)
             except BaseException as error:
@@ -378,7 +380,7 @@ class VLLMServer(AsyncServerBase):
             for request in self._in_flight.values():
                 request.versions.append(manifest.version)
                 request.num_preempted += 1
-            self._status.stale = False
+            self._status.end_update(manifest)
             if self._status.paused is None and not self._status.asleep:
                 await engine.resume()
 

@@ -332,7 +332,8 @@ class ServerPool:
 
         Args:
             manifest: What is sent.
-            make_weights: Called once for each replica; its iterable yields (name, tensor) in the manifest's order.
+            make_weights: Called once for each replica; its iterable yields (name, tensor) in the manifest's order. Where the manifest has a
+                `base`, a replica that has it reads those of `changing` only; one that turns out not to have it calls again.
             pause: What becomes of generations that are under way. Where an engine cannot do it, they end with what they have
                 (`WAIT`: they finish), and clients go on with them.
             replayable: `make_weights` may be called until `withdraw_weights` or the next update, so that a replica that is

@@ -6,11 +6,12 @@ their states, no restart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from ostinato_engines import PauseMode, UnsupportedError, WeightManifest
+from ostinato_engines import ManifestError, PauseMode, UnsupportedError, WeightManifest
 from ostinato_engines.engine_status import WEIGHTS
 from ostinato_rollout.errors import ReplicaError
 from ostinato_rollout.fleet import Fleet
@@ -18,23 +19,53 @@ from ostinato_rollout.patience import to_its_end
 from ostinato_rollout.pool_operations import Operation, PoolOperations
 from ostinato_rollout.replica_state import Replica, ReplicaState
 
+logger = logging.getLogger(__name__)
+
 MakeWeights = Callable[[], Iterable[tuple[str, Any]]]
 
 _S = ReplicaState
 
 
 async def give_weights(replica: Replica, manifest: WeightManifest, make_weights: MakeWeights) -> None:
-    """Bring one replica to `manifest.version`.
+    """Bring one replica to `manifest.version`; where it has what cannot have changed, by the rest alone.
 
     Raises:
         ReplicaError: It says that it has another version afterwards.
     """
-    await replica.server.update_weights(manifest, make_weights())
+    if not await _give_part(replica, manifest, make_weights):
+        await replica.server.update_weights(manifest, make_weights())
     if replica.server.policy_version != manifest.version:
         raise ReplicaError(
             f"policy_version must be {manifest.version} after the update, got {replica.server.policy_version};"
             " that server ignored the weights"
         )
+
+
+async def _give_part(replica: Replica, manifest: WeightManifest, make_weights: MakeWeights) -> bool:
+    """Whether the tensors that may have changed were enough."""
+    part = manifest.partial() if replica.server.capabilities().partial_updates else None
+    if part is None:
+        return False
+    try:
+        await replica.server.update_weights(part, _chosen(make_weights, set(part.changing)))
+    except ManifestError as error:  # it was started anew, or slept
+        logger.info("Replica %d gets all %d tensors: %s", replica.index, len(manifest.tensors), error)
+        return False
+    logger.info(
+        "Replica %d got %d of %d tensors: the rest cannot have changed",
+        replica.index,
+        len(part.tensors),
+        len(manifest.tensors),
+    )
+    return True
+
+
+def _chosen(make_weights: MakeWeights, names: Container[str]) -> Iterator[tuple[str, Any]]:
+    """Those of the tensors; none is made before the first is asked for, and none is held while the next is."""
+    for name, tensor in make_weights():
+        if name in names:
+            yield name, tensor
+        del tensor
 
 
 class WeightSync:

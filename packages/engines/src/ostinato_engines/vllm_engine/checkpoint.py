@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ostinato_engines.errors import EngineLoadError, ManifestError, UnsupportedError
 from ostinato_engines.types import TensorSpec, WeightManifest
+from ostinato_engines.weight_blocks import whole_blocks
 from ostinato_engines.weight_transfer.progress import check_names
 
 _DTYPES = {
@@ -62,11 +63,13 @@ class CheckpointTensors:
                 self._optional.add(_HEAD)
 
     def check(self, manifest: WeightManifest) -> None:
-        """Raises `ManifestError` unless the manifest describes every tensor once and nothing else."""
+        """Raises `ManifestError` unless the manifest describes every tensor once and nothing else; or, in part, whole blocks of them."""
         check_names(manifest)
         for spec in manifest.tensors:
             self._check_spec(spec)
-        missing = self._specs.keys() - self._optional - {spec.name for spec in manifest.tensors}
+        given = [spec.name for spec in manifest.tensors]
+        wanted = whole_blocks(given, list(self._specs)) if manifest.is_partial else self._specs.keys()
+        missing = set(wanted) - self._optional - set(given)
         if missing:
             raise ManifestError(
                 f"manifest must hold every tensor of the checkpoint, got {len(manifest.tensors)} without "

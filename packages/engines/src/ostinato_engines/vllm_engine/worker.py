@@ -5,19 +5,25 @@ that only this user can enter, and what comes through it is MessagePack and byte
 """
 
 import hashlib
+import logging
 from collections import defaultdict
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ostinato_engines import device as devices
 from ostinato_engines.errors import WeightUpdateError
+from ostinato_engines.types import WeightManifest
 from ostinato_engines.vllm_engine.sampling import OUR_PROCESSORS
 from ostinato_engines.weight_transfer import WeightReceiver, connect
 from ostinato_engines.weight_transfer.layout import as_bytes
 
 if TYPE_CHECKING:
     from ostinato_engines.weight_transfer.receiver import IncomingUpdate
+
+
+_RELOAD = "vllm.model_executor.model_loader.reload"
 
 
 class WeightExtension:
@@ -78,7 +84,7 @@ class WeightExtension:
     def _ostinato_apply(self, update: "IncomingUpdate") -> None:
         try:
             # vLLM keeps the tensors of a layer until the layer is complete, and the sender uses their memory again.
-            with self._ostinato_config():
+            with self._ostinato_config(), self._ostinato_quiet(update.manifest):
                 self.reload_weights(weights_iterator=((name, tensor.clone()) for name, tensor in update))
             self._ostinato_pack_tied()
             devices.empty_cache(self.device)  # of copies that came and went: on a shared device somebody else wants it
@@ -105,9 +111,22 @@ class WeightExtension:
 
     def _ostinato_forget_parts(self) -> None:
         """Ends a reload that broke off: parts of layers that were kept must not meet those of the next update."""
-        reload = import_module("vllm.model_executor.model_loader.reload")
+        reload = import_module(_RELOAD)
         with self._ostinato_config():
             reload.finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
+
+    @contextmanager
+    def _ostinato_quiet(self, manifest: WeightManifest) -> Iterator[None]:
+        """vLLM warns of every layer that gets no weights; in an update in part the others are to get none."""
+        names = (f"{_RELOAD}.layerwise", type(self.model_runner).__module__) if manifest.is_partial else ()
+        levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
+        for each in levels:
+            each.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for each, level in levels.items():
+                each.setLevel(level)
 
     def _ostinato_config(self) -> Any:
         """The context in which vLLM's layers find their configuration."""

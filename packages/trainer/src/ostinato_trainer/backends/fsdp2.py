@@ -51,6 +51,7 @@ class Fsdp2Factory:
     """Folder or hub id and options of a critic on the same ranks."""
 
     def __call__(self, address: RankAddress, device: torch.device) -> Fsdp2Rank:
+        self.options.check()
         size = self.options.ulysses_sequence_parallel_size
         mesh = ShardMesh(device, sequence_size=size, timeout_s=address.timeout_s)
         rank = Fsdp2Rank(self.path, mesh, self.options)
@@ -164,7 +165,8 @@ class Fsdp2Rank:
             TensorSpec(name, tuple(tensor.shape), str(self._travel_dtype(tensor)).removeprefix("torch."))
             for name, tensor in self._model.tensors().items()
         ]
-        return WeightManifest(version, tuple(specs))
+        manifest, adapters = WeightManifest(version, tuple(specs)), self._model.adapters
+        return manifest if adapters is None else adapters.manifest_of(manifest, self._model.fingerprint)
 
     def weights(self) -> Iterator[list[tuple[str, Tensor]]]:
         """See `RankBackend.weights`."""

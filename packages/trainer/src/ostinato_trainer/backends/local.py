@@ -268,6 +268,8 @@ class LocalBackend:
         tensors, lora = self._lm.named_tensors(), self._lora
         named = tensors if lora is None else lora.base_tensors(tensors)
         manifest = WeightManifest.from_tensors(self.policy_version if version is None else version, named.items())
+        if lora is not None and self._frozen is not None:
+            manifest = lora.manifest_of(manifest, self._frozen)
 
         def stream() -> Iterator[tuple[str, Tensor]]:
             if lora is not None:

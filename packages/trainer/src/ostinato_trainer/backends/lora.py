@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ostinato_engines import WeightManifest
 from ostinato_trainer.backends.state import check_matches
 from ostinato_trainer.config.actor import ModelConfig
 from ostinato_trainer.errors import BackendError, CheckpointError, MissingExtraError
@@ -165,6 +166,10 @@ class LoraAdapters:
         source = tensors if adapters is None else adapters
         for name, tensor in self.base_tensors(tensors).items():
             yield name, self.merge(name, tensor.detach(), {part: source[part] for part in self.parts_of(name)})
+
+    def manifest_of(self, manifest: WeightManifest, fingerprint: str) -> WeightManifest:
+        """The manifest of all tensors with what it says of those that never change: which they are, and of which model."""
+        return manifest.resting_on(fingerprint, [spec.name for spec in manifest.tensors if self.parts_of(spec.name)])
 
     def parts_of(self, name: str) -> tuple[str, ...]:
         """Names of the two matrices that update a tensor of the base model, named as there; none where it has no adapters."""

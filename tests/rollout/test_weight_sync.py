@@ -1,0 +1,96 @@
+"""What a replica is given: everything, or the tensors that may have changed."""
+
+import logging
+
+from ostinato_engines import Capabilities, ManifestError, TensorSpec, WeightManifest
+from ostinato_rollout import ServerPool
+
+SPECS = tuple(TensorSpec(name, (1,), "float32") for name in ("a.b.w", "a.c.d.w", "a.c.e.w"))
+
+
+def manifest(version):
+    """Of a model of which the block `a.c` changes."""
+    return WeightManifest(version, SPECS).resting_on("base", ["a.c.d.w"])
+
+
+class Weights:
+    """Weights by name, and how often they were asked for."""
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self):
+        self.num_calls += 1
+        return ((spec.name, place) for place, spec in enumerate(SPECS))
+
+
+def remembering(server):
+    """A stub that takes parts where it took a whole update before, as an engine does."""
+    server.base, server.taken, update = "", [], server.update_weights
+
+    async def update_weights(given, weights):
+        if given.is_partial and given.base != server.base:
+            raise ManifestError("send the whole model")
+        tensors = list(weights)
+        server.taken.append([name for name, _ in tensors])
+        assert [spec.name for spec in given.tensors] == server.taken[-1]
+        await update(given, iter(tensors))
+        server.base = given.base
+
+    server.update_weights = update_weights
+    server.capabilities = lambda: Capabilities(partial_updates=True)
+    return server
+
+
+ALL, PART = ["a.b.w", "a.c.d.w", "a.c.e.w"], ["a.c.d.w", "a.c.e.w"]
+
+
+async def test_after_the_first_update_only_what_may_have_changed_is_sent(stub_server, caplog):
+    """The first update is whole, the next ones bring whole blocks of what changes, and the log says how much that is."""
+    server, weights = remembering(stub_server()), Weights()
+    pool = ServerPool([server])
+    with caplog.at_level(logging.INFO, logger="ostinato_rollout"):
+        for version in (1, 2, 3):
+            await pool.update_weights(manifest(version), weights)
+            assert pool.policy_version == version
+    assert server.taken == [ALL, PART, PART]
+    assert caplog.text.count("got 2 of 3 tensors: the rest cannot have changed") == 2
+
+
+async def test_each_replica_gets_what_it_lacks(stub_server):
+    """Of several replicas the one that has lost the rest gets everything, one that takes no parts always does, and none of them is taken out."""
+    first, second, plain = remembering(stub_server()), remembering(stub_server()), stub_server()
+    pool = ServerPool([first, second, plain])
+    await pool.update_weights(manifest(1), Weights())
+    second.base = ""  # as after a deep sleep
+    await pool.update_weights(manifest(2), Weights())
+    assert (first.taken, second.taken) == ([ALL, PART], [ALL, ALL])
+    assert [name for name, _ in plain.received] == ALL
+    assert len(pool.servers) == 3
+
+
+async def test_without_a_base_everything_is_sent(stub_server):
+    """Where all tensors may change, engines that take parts get none, and the weights are asked for once a replica."""
+    server, weights = remembering(stub_server()), Weights()
+    pool = ServerPool([server])
+    for version in (1, 2):
+        await pool.update_weights(WeightManifest(version, SPECS), weights)
+    assert (server.taken, weights.num_calls) == ([ALL, ALL], 2)
+
+
+async def test_a_replica_that_is_replaced_gets_everything(stub_server):
+    """A new engine in a replica's place has only its checkpoint: it joins with the whole of the current weights."""
+    servers = [remembering(stub_server()) for _ in range(2)]
+    made = iter(servers)
+    pool = ServerPool([next(made)], make_server=lambda index: next(made))
+    await pool.start()
+    try:
+        await pool.update_weights(manifest(1), Weights(), replayable=True)
+        await pool.update_weights(manifest(2), Weights(), replayable=True)
+        await pool.replace(0)
+        assert pool.servers == (servers[1],)
+        assert (servers[0].taken, servers[1].taken) == ([ALL, PART], [ALL])
+        await pool.update_weights(manifest(3), Weights())
+        assert servers[1].taken == [ALL, PART]
+    finally:
+        await pool.shutdown()
