@@ -44,6 +44,14 @@ def test_a_folder_with_a_scalar_head_keeps_it(tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path).eval()(input_ids=ids).logits, theirs(ids).logits)
 
 
+def test_a_head_may_be_more_exact_than_its_backbone() -> None:
+    """Where the backbone computes in 16 bits, as sharded ones do, the head's own type decides that of the values."""
+    backbone = LlamaForCausalLM(LlamaConfig(**SHAPE)).base_model.bfloat16()  # pyright: ignore[reportArgumentType, reportCallIssue]
+    values = ValueModel(backbone, torch.nn.Linear(16, 1))(input_ids=torch.tensor([[4, 9, 1]])).logits
+    assert values.dtype == torch.float32
+    assert bool(values.any())
+
+
 def test_a_head_of_another_width_is_refused(tmp_path: Path) -> None:
     """A classifier of several labels is no critic, and the message says so."""
     policy_folder(tmp_path)

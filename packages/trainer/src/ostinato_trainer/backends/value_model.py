@@ -61,7 +61,10 @@ class ValueModel(nn.Module):
 
     def forward(self, **inputs: Any) -> SimpleNamespace:
         """`logits`: the values, float [N, width, 1]. Arguments as the backbone's."""
-        return SimpleNamespace(logits=self.score(self.model(**inputs).last_hidden_state))
+        states = self.model(**inputs).last_hidden_state
+        return SimpleNamespace(
+            logits=self.score(states.to(self.score.weight.dtype))
+        )  # sharded, the backbone has another type
 
 
 def load_value_model(path: str | Path, *, dtype: torch.dtype, device: torch.device) -> ValueModel:
