@@ -822,6 +822,27 @@ async def test_a_replica_that_waits_or_is_under_repair_is_not_replaced(started):
         await pool.replace(1)
 
 
+async def test_nobody_waits_for_a_replacement_that_was_given_up(started):
+    """An update that waits for a replica which is to be replaced ends when that fails: somebody else had it drained first."""
+    pool, (engine,), _ = await started(1)
+    held = engine.broken["update_weights"] = asyncio.Event()
+    async with asyncio.timeout(20):
+        first = asyncio.create_task(pool.update_weights(manifest(1), list))
+        await until(lambda: "update_weights" in engine.log)
+        draining = asyncio.create_task(pool.drain(0))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(pool.update_weights(manifest(2), list))
+        await asyncio.sleep(0)
+        replacing = asyncio.create_task(pool.replace(0))
+        await asyncio.sleep(0)
+        held.set()
+        await asyncio.gather(first, draining)
+        with pytest.raises(SessionStateError, match="drained"):
+            await replacing
+        with pytest.raises(NoReplicaError, match="it is idle"):
+            await second
+
+
 async def test_what_is_held_back_tells_why(started):
     """A turn and a conversation that wait too long for a pool that is asleep say that it is."""
     pool, _, _ = await started(1)

@@ -50,6 +50,8 @@ class Engine(AsyncServerBase):
         self.calls: dict[str, asyncio.Future] = {}
 
     async def _asked(self, step: str) -> None:
+        if self.ended and step != "shutdown":
+            raise EngineClosedError("gone")
         answer = asyncio.get_running_loop().create_future()
         entry = (self, step, answer)
         self.waiting.append(entry)

@@ -179,6 +179,10 @@ class Fleet:
         """Count the wait for a replica from now on: while the fleet slept, none could come."""
         self._is_impatient = False
         self.close()
+        self.look_anew()
+
+    def look_anew(self) -> None:
+        """Tell whoever waits that a replica on which somebody was at work may not be coming any more."""
         self._steer()
         self.changed()
 

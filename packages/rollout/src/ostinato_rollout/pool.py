@@ -423,6 +423,7 @@ class ServerPool:
                 raise
         finally:
             replaced.is_being_replaced = False
+            self._fleet.look_anew()
         if replaced.state not in (_S.SERVING, _S.WAITING_FOR_WEIGHTS, _S.UPDATING, _S.ASLEEP):
             raise ReplicaError(f"replica {replica} must be replaced, got {replaced.state.value}: {replaced.cause}")
 
