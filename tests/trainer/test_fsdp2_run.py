@@ -59,6 +59,35 @@ def test_two_ranks_give_the_curve_of_one_device(quickstart_home: Path, tmp_path:
             assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6), name
 
 
+def test_ppo_with_adapters_on_ranks_that_share_tokens(quickstart_home: Path, tmp_path: Path) -> None:
+    """Two steps of PPO with a critic, adapters and halves of each sequence on either rank, of which the second is taken up from the checkpoint of the
+    first: rewards, losses and norms of policy and critic as with strategy=local."""
+    pytest.importorskip("peft", reason="the extra lora is not installed")
+    keys = (
+        "algorithm.adv_estimator=gae",
+        "critic.optim.lr=1e-3",
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+    )
+    shared = (*SHARDED, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2")
+    local = run(quickstart_home, tmp_path / "local", *keys, "trainer.total_training_steps=2", "trainer.save_freq=-1")
+    for steps in (1, 2):
+        sharded = run(
+            quickstart_home,
+            tmp_path / "sharded",
+            *keys,
+            *shared,
+            f"trainer.total_training_steps={steps}",
+            "trainer.save_freq=1",
+        )
+    assert len(sharded) == len(local) == 2
+    names = ("grad_norm", "pg_loss", "kl_loss", "ppo_kl")
+    for one, other in zip(local, sharded, strict=True):
+        assert other["critic/score/mean"] == pytest.approx(one["critic/score/mean"], rel=1e-6)
+        for name in (*(f"actor/{name}" for name in names), "critic/grad_norm", "critic/vf_loss", "critic/values/mean"):
+            assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6), name
+
+
 def test_a_killed_rank_ends_the_run_and_leaves_no_process(quickstart_home: Path, tmp_path: Path) -> None:
     """SIGKILL to one rank in the second step: an error that names it, and none of the ranks is left."""
     killed: list[int] = []

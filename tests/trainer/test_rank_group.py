@@ -177,7 +177,7 @@ def test_two_ranks_do_what_one_device_does(model_folder: Path, group: RankGroup,
 def assert_same_weights(group: RankGroup, local: LocalBackend) -> None:
     """Names, shapes, types and values of what engines would get."""
     (of_group, stream), (of_local, expected) = group.weights(version=3), local.weights(version=3)
-    assert of_group == of_local
+    assert of_group.tensors == of_local.tensors
     for (name, tensor), (_, other) in zip(stream(), expected(), strict=True):
         torch.testing.assert_close(tensor, other, rtol=1e-11, atol=1e-13, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -320,8 +320,9 @@ def test_adapters_on_ranks_are_those_of_one_device(model_folder: Path, tmp_path:
     pytest.importorskip("peft", reason="the extra lora is not installed")
     lora = LoraOptions(rank=1, alpha=4, seed=3)
     local = LocalBackend.from_pretrained(model_folder, LocalBackendOptions(device="cpu", **OPTIONS, lora=lora))
-    with ranks(model_folder, 2, lora=lora) as group:
+    with ranks(model_folder, 2, lora=lora, reshard_after_forward=False) as group:
         take_steps(group, local, range(5))
+        assert group.weights(version=3)[0] == local.weights(version=3)[0]
         group.save(tmp_path / "state")
         group.save_hf(tmp_path / "hf")
     merged = LocalBackend.from_pretrained(tmp_path / "hf", LocalBackendOptions(device="cpu", dtype="float64"))
