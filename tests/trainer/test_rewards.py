@@ -509,10 +509,10 @@ async def test_calls_keep_to_the_rate() -> None:
         return 1.0
 
     loop = asyncio.get_running_loop()
-    rewards = manager(one, max_rpm=60 / 0.2, timeout_s=0.15)
+    rewards = manager(one, max_rpm=60 / 1.0, timeout_s=0.9)
     began = loop.time()
     results = await asyncio.gather(*(rewards(ROW, ANSWER) for _ in range(3)))
     assert [result.score for result in results] == [1.0, 1.0, 1.0]
-    assert loop.time() - began >= 0.39  # a lower bound: no machine is too slow for it
+    assert loop.time() - began >= 1.99  # a lower bound: no machine is too slow for it
     waiting = asyncio.create_task(manager(one, max_rpm=1e-3)(ROW, ANSWER))
     assert (await waiting).score == 1.0

@@ -103,7 +103,7 @@ def test_a_reward_that_never_returns_drops_its_trajectory(quickstart_home: Path,
         f"import asyncio, time\nseen = []\n{kind} compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         f"    seen.append(1)\n    if len(seen) == 2:\n        {wait}\n    return float(len(seen) % 2)\n",
     )
-    records = run(quickstart_home, tmp_path, f"reward.custom_reward_function.path={path}", "reward.timeout_s=0.5")
+    records = run(quickstart_home, tmp_path, f"reward.custom_reward_function.path={path}", "reward.timeout_s=3")
     assert [record["training/num_failed_trajectories"] for record in records] == [1.0, 0.0]
     assert records[0]["training/num_trajectories"] == 5.0
 
