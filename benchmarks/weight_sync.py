@@ -17,8 +17,9 @@ stream, the pool's update. How it travels is chosen as in a run, and reported (`
 - `peak_extra_bytes`: by how much the device's free memory fell below that before the first sync, during the first two (all processes, the
   driver's part for new ones too); `held_after_bytes`: how much of it stayed; `peak_extra_share`: over `bytes`;
 - `sleep`: the same sync to an engine that slept at level 2 and woke for it, where the engine sleeps;
-- `ways`: seconds and GB/s of other ways at the same size: `local` (weights of this process, on the device, in the trainer's float32), `host`
-  (in memory of the host), `disk` (written to a file and read from it), `in_process` (an engine of ours in this process).
+- `ways`: seconds and GB/s of other ways at the same size: `local` (weights of this process, on the device, in the trainer's float32), `lora`
+  (the same with adapters on queries and values: after the first sync `sent_tensors` of all; `agrees` as above, after a step), `host` (in memory
+  of the host), `disk` (written to a file and read from it), `in_process` (an engine of ours in this process).
 
 What fails says why in its place (`error`) and takes nothing else along. On a machine without an accelerator: --engine transformers.
 """
@@ -72,7 +73,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 ROOT = Path(__file__).resolve().parents[1]
 BEGAN = time.perf_counter()
-WAYS = ("local", "host", "disk", "in_process")
+WAYS = ("local", "lora", "host", "disk", "in_process")
 WARM_UPS = 2
 LOG_PROB_BOUNDS = {"float32": 0.005, "bfloat16": 0.05}
 """Of the mean: what rounding explains."""
@@ -192,6 +193,7 @@ class Bench:
     found: dict[str, Any] = field(default_factory=dict)
     version: int = 0
     other_engine: Any = None
+    adapted: Any = None
 
     async def sync(self, source: Any = None) -> float:
         """What the loop does after a step, from this backend or the run's; seconds."""
@@ -281,7 +283,7 @@ class Bench:
         names = set(writer._required.values())
         return digests_of(((name, tensor) for name, tensor in writer._tensors.items() if name in names), fused=False)
 
-    def train_once(self) -> None:
+    def train_once(self, backend: Any = None) -> None:
         """One step on random tokens, large enough to be seen in bfloat16."""
         from ostinato_trainer.algorithms.aggregation import with_loss_weights
         from ostinato_trainer.algorithms.policy_losses import PolicyLossOptions, policy_loss_fn
@@ -291,13 +293,19 @@ class Bench:
         batch = Batch.from_segments([segment_of(row[:1], row[1:], None, place) for place, row in enumerate(rows)])
         signs = 1.0 - 2.0 * (batch.token_sequence % 2).double()
         batch = with_loss_weights(batch.with_columns(advantages=signs * batch.loss_mask), "token-mean")
-        self.backend.forward_backward([batch], policy_loss_fn(PolicyLossOptions(), "vanilla"))
-        stats = self.backend.optimizer_step()
+        backend = backend or self.backend
+        backend.forward_backward([batch], policy_loss_fn(PolicyLossOptions(), "vanilla"))
+        stats = backend.optimizer_step()
         if stats.skipped:
             raise RuntimeError(f"the step must change the weights, got skipped: {stats.reason}")
 
     async def compare_log_probs(self) -> None:
-        """The engine's log-probabilities of what it samples, against the trainer's of the same tokens."""
+        """Of the engine and the run's ranks."""
+        self.found |= await self.log_prob_gap(self.backend)
+        tell("log-probs", {name: value for name, value in self.found.items() if "log_prob" in name})
+
+    async def log_prob_gap(self, backend: Any) -> dict[str, Any]:
+        """The engine's log-probabilities of what it samples, against a trainer's of the same tokens."""
         from ostinato_engines import SamplingParams
         from ostinato_trainer.batch import Batch
         from ostinato_trainer.metrics.log_prob_gap import log_prob_gap
@@ -315,16 +323,15 @@ class Bench:
                 for place, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
             ]
         )
-        ours = await asyncio.to_thread(self.backend.log_probs, batch, temperature=1.0)
+        ours = await asyncio.to_thread(backend.log_probs, batch, temperature=1.0)
         gap = log_prob_gap(batch.rollout_log_probs, ours, batch.loss_mask)
         mean, bound = gap["training/rollout_log_probs_diff_mean"], LOG_PROB_BOUNDS[self.options.dtype]
-        self.found |= {
+        return {
             "log_prob_diff_mean": round(mean, 6),
             "log_prob_diff_max": round(gap["training/rollout_log_probs_diff_max"], 6),
             "log_prob_bound": bound,
             "agrees": mean <= bound,
         }
-        tell("log-probs", {name: value for name, value in self.found.items() if "log_prob" in name})
 
     async def sleep(self) -> dict[str, Any]:
         """An engine that gave its weights back takes them before it serves."""
@@ -343,23 +350,44 @@ class Bench:
         takes = await asyncio.to_thread(getattr(self, f"prepare_{name}"))
         try:
             seconds = [await takes() for _ in range(1 + self.options.way_repeats)][1:]
+            if self.adapted is not None:
+                return await self.of_adapters(self.adapted, statistics.median(seconds))
         finally:
+            self.adapted = None
             if self.other_engine is not None:
                 await self.other_engine.shutdown()
                 self.other_engine = None
         median = statistics.median(seconds)
         return {"seconds": round(median, 4), "gb_per_s": round(self.found["bytes"] / median / 1e9, 2)}
 
-    def local_backend(self) -> Any:
+    async def of_adapters(self, backend: Any, seconds: float) -> dict[str, Any]:
+        """What a sync of adapted layers sent, and whether the engine has the policy after a step of them."""
+        part = backend.weights(version=0)[0].partial()
+        await asyncio.to_thread(self.train_once, backend)
+        await self.sync(backend)
+        sent = {"sent_tensors": len(part.tensors), "sent_bytes": sum(num_bytes_of(spec) for spec in part.tensors)}
+        return {"seconds": round(seconds, 4), **sent, **await self.log_prob_gap(backend)}
+
+    def local_backend(self, **changes: Any) -> Any:
+        import msgspec
+
         from ostinato_trainer.assembly import backend_options
         from ostinato_trainer.backends.local import LocalBackend
 
         return LocalBackend.from_pretrained(
-            str(self.config.actor_rollout_ref.model.path), backend_options(self.config, total_steps=1)
+            str(self.config.actor_rollout_ref.model.path),
+            msgspec.structs.replace(backend_options(self.config, total_steps=1), **changes),
         )
 
     def prepare_local(self) -> Callable[[], Awaitable[float]]:
         backend = self.local_backend()
+        return lambda: self.sync(backend)
+
+    def prepare_lora(self) -> Callable[[], Awaitable[float]]:
+        from ostinato_trainer.backends.lora import LoraOptions
+
+        lora = LoraOptions(rank=16, alpha=32.0, target_modules=["q_proj", "v_proj"])
+        self.adapted = backend = self.local_backend(lora=lora)
         return lambda: self.sync(backend)
 
     def prepare_host(self) -> Callable[[], Awaitable[float]]:

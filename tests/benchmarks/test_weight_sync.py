@@ -5,6 +5,7 @@ import json
 import pytest
 
 pytest.importorskip("torch")
+pytest.importorskip("peft")
 
 from benchmarks import weight_sync
 
@@ -22,7 +23,8 @@ def test_the_whole_benchmark_at_a_tiny_size(tmp_path, capsys):
     assert found["seconds_over_bound"] == pytest.approx(found["seconds"] - found["copy_seconds"], abs=1e-3)
     assert set(found["ways"]) == set(weight_sync.WAYS)
     assert all(way["seconds"] > 0 for way in found["ways"].values())
-    assert found["sleep"]["agrees"] is True
+    assert found["sleep"]["agrees"] is found["ways"]["lora"]["agrees"] is True
+    assert 0 < found["ways"]["lora"]["sent_tensors"] < found["tensors"]
     assert not list(tmp_path.iterdir())
 
 

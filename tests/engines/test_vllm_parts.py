@@ -1,8 +1,10 @@
 """The parts of the vLLM adapter that need no vLLM: what a log says, what a checkpoint holds, what is sampled from."""
 
 import asyncio
+import hashlib
 import itertools
 import json
+import logging
 import os
 import pickle
 import struct
@@ -618,3 +620,28 @@ def test_races_follow_the_distribution():
     found = torch.bincount(drawn, minlength=5).double() / count
     assert found[3] == 0
     assert float(((found - probs).abs() / (probs.clamp(min=1e-9) / count).sqrt())[probs > 0].max()) < 4.5
+
+
+def test_vllm_says_nothing_of_what_a_part_leaves_out(caplog):
+    """During an update in part vLLM's warnings of layers without new weights are not logged, and afterwards they are; a whole one keeps them."""
+    layers = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    reload_weights = SimpleNamespace(__module__="vllm.v1.worker.gpu_model_runner")
+    worker = SimpleNamespace(model_runner=SimpleNamespace(reload_weights=reload_weights))
+    part = WeightManifest(1, manifest_of().tensors, ("a",), "base", True)
+    for manifest, is_heard in ((part, False), (manifest_of(), True)):
+        caplog.clear()
+        with WeightExtension._ostinato_quiet(worker, manifest):
+            layers.warning("Failed to load weights")
+            logging.getLogger(reload_weights.__module__).warning("Following weights were not loaded")
+        assert len(caplog.records) == 2 * is_heard
+        layers.warning("Failed to load weights")
+        assert len(caplog.records) == 2 * is_heard + 1
+
+
+def test_a_worker_s_weights_can_be_compared_by_their_bits():
+    """Each parameter's digest is that of its bytes, whatever its type, and a tied one is there once."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)).to(torch.bfloat16)
+    model[1].weight = model[0].weight
+    worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
+    raw = model[0].weight.detach().view(torch.int16).numpy().tobytes()
+    assert WeightExtension.ostinato_weight_digests(worker) == {"0.weight": hashlib.sha256(raw).hexdigest()}

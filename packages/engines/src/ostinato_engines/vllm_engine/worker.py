@@ -118,7 +118,7 @@ class WeightExtension:
     @contextmanager
     def _ostinato_quiet(self, manifest: WeightManifest) -> Iterator[None]:
         """vLLM warns of every layer that gets no weights; in an update in part the others are to get none."""
-        names = (f"{_RELOAD}.layerwise", type(self.model_runner).__module__) if manifest.is_partial else ()
+        names = (f"{_RELOAD}.layerwise", self.model_runner.reload_weights.__module__) if manifest.is_partial else ()
         levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
         for each in levels:
             each.setLevel(logging.ERROR)
