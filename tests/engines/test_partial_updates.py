@@ -54,6 +54,8 @@ def test_a_manifest_says_what_cannot_have_changed():
     later = WeightManifest(5, MANIFEST.tensors).resting_on("abc", [part.changing[0]])
     assert later.base == manifest.base
     assert MANIFEST.resting_on("abd", [part.changing[0]]).base != manifest.base
+    rounded = WeightManifest(4, tuple(TensorSpec(name, (2, 2), "bfloat16") for name in NAMES))
+    assert rounded.resting_on("abc", [part.changing[0]]).base != manifest.base
     assert MANIFEST.resting_on("abc", ["model.layers.0.mlp.up_proj.weight"]).base != manifest.base
 
 

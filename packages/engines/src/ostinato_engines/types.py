@@ -299,7 +299,8 @@ class WeightManifest(msgspec.Struct, frozen=True):
                 with one of them.
         """
         names = whole_blocks(changing, [spec.name for spec in self.tensors])
-        digest = hashlib.blake2b("\n".join((fingerprint, *names)).encode(), digest_size=16).hexdigest()
+        kinds = (f"{spec.name} {spec.dtype}" for spec in self.tensors)
+        digest = hashlib.blake2b("\n".join((fingerprint, *names, *kinds)).encode(), digest_size=16).hexdigest()
         return msgspec.structs.replace(self, changing=names, base=digest) if names else self
 
     def partial(self) -> "WeightManifest | None":
