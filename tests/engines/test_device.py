@@ -83,3 +83,15 @@ def test_a_foreign_state_of_generators_is_refused(damage):
     """What is no such state is an error that says so."""
     with pytest.raises(EngineInputError, match="must be what random_state"):
         device.restore_random_state(damage)
+
+
+def test_the_host_has_no_memory_of_a_device_and_no_generation():
+    """What only accelerators have is None for the CPU, of which torch keeps no account."""
+    assert device.device_memory("cpu") is None
+    assert device.device_generation("cpu") is None
+
+
+def test_a_device_s_memory_is_somebody_s():
+    """Total is what is free, what this process holds, and what is left over: the others'."""
+    memory = device.DeviceMemory(total=100, free=20, allocated=10, reserved=30)
+    assert memory.others == 50

@@ -168,6 +168,12 @@ def device_memory(device: "str | torch.device") -> DeviceMemory | None:
     )
 
 
+def device_generation(device: "str | torch.device") -> int | None:
+    """The first number of a GPU's compute capability, by which kernels are chosen: 9 is Hopper; None where the kind has none."""
+    ask = getattr(_backend(device_kind(device)), "get_device_capability", None)
+    return None if ask is None else int(ask(device)[0])
+
+
 def supports_float64(device: "str | torch.device") -> bool:
     """Whether the device computes in double precision."""
     return device_kind(device) not in ("mps", "npu")

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ostinato_engines.device import CUDA
+from ostinato_engines.device import CUDA, device_generation
 
 _logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def fused_attention(query: Tensor, value: Tensor) -> Callable[..., Tensor] | Non
         return None
     if max(widths) > _WIDEST_HEAD or any(width % _HEAD_STEP for width in widths):
         return None
-    if torch.cuda.get_device_capability(query.device)[0] not in _GENERATIONS:
+    if device_generation(query.device) not in _GENERATIONS:
         return None
     return None if _kernels() is None else _attend  # pyright: ignore[reportReturnType]  the decorator's stub knows no arguments
 
