@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
-from ostinato_engines.device import CUDA, HOST
+from ostinato_engines.device import CUDA, HOST, device_memory
 from ostinato_trainer.backends.base import EntropyMode
 
 _CHUNK_ELEMENTS: Final = {HOST: 2**23}
@@ -343,7 +343,9 @@ def _kept_chunks(hidden: Tensor, size: int, vocab_size: int) -> int:
 
 @cache
 def _device_bytes(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).total_memory
+    memory = device_memory(device)
+    assert memory is not None  # the kind counts
+    return memory.total
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
