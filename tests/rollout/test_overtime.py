@@ -131,7 +131,7 @@ async def test_a_stream_goes_on_past_deaf_runs_and_verdicts(num_swallowed):
 
     prompts = ["deaf run", "deaf verdict", "fine"]
     async with RolloutScheduler().stream(
-        prompts, run_one, n=1, concurrency=3, item_timeout_s=0.05, options=options, keep_group=keep_group
+        prompts, run_one, n=1, concurrency=3, item_timeout_s=0.5, options=options, keep_group=keep_group
     ) as stream:
         groups = await stream.take(3)
         assert [group.prompt for group in groups] == ["fine"]

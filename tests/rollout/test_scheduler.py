@@ -67,9 +67,10 @@ async def test_one_failure_touches_no_other_item(caplog):
 
 async def test_cancelling_the_run_cancels_what_is_under_way():
     """A cancellation from outside reaches every item and propagates."""
-    cancelled = []
+    begun, cancelled = [], []
 
     async def run_one(item):
+        begun.append(item)
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -77,7 +78,8 @@ async def test_cancelling_the_run_cancels_what_is_under_way():
             raise
 
     task = asyncio.create_task(RolloutScheduler().run(range(10), run_one, concurrency=3))
-    await asyncio.sleep(0.01)
+    while len(begun) < 3:  # noqa: ASYNC110  (items set no event)
+        await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -121,12 +123,12 @@ async def test_an_item_past_its_deadline_is_a_failure_in_its_place(caplog):
                 cancelled.append(item)
         return item
 
-    results = await RolloutScheduler().run(range(4), run_one, concurrency=2, item_timeout_s=0.05)
+    results = await RolloutScheduler().run(range(4), run_one, concurrency=2, item_timeout_s=0.5)
     assert (results[0], *results[2:]) == (0, 2, 3)
     assert (results[1].kind, cancelled) == (FailureKind.TIMEOUT, [1])
-    assert "item 1 must end within 0.05 s" in results[1].message
+    assert "item 1 must end within 0.5 s" in results[1].message
     assert "3 other items ended" in results[1].message
-    assert "item 1 must end within 0.05 s" in caplog.text
+    assert "item 1 must end within 0.5 s" in caplog.text
 
 
 async def test_a_timeout_of_the_items_own_is_theirs():

@@ -769,14 +769,14 @@ async def test_a_run_past_its_deadline_fails_alone():
             await asyncio.Event().wait()
         return "done"
 
-    stream = RolloutScheduler().stream(range(1), run_one, n=2, concurrency=2, item_timeout_s=0.05)
+    stream = RolloutScheduler().stream(range(1), run_one, n=2, concurrency=2, item_timeout_s=0.5)
     async with stream:
         (group,) = [group async for group in stream]
     assert group.results[0] == "done"
     assert group.results[1].kind is FailureKind.TIMEOUT
     assert group.results[1].where == "item 0, run 1"
     stream = RolloutScheduler().stream(
-        range(1), echo, n=1, concurrency=1, item_timeout_s=0.05, keep_group=lambda group: asyncio.Event().wait()
+        range(1), echo, n=1, concurrency=1, item_timeout_s=0.5, keep_group=lambda group: asyncio.Event().wait()
     )
     async with stream:
         assert [group async for group in stream] == []

@@ -209,7 +209,7 @@ def _ledger(tokenizer, text):
 
 async def test_tool_calls_are_told_one_by_one():
     """Arguments, answer, outcome, reward and seconds of each call are in a span of its own, also of those that fail or hang."""
-    executor = ToolExecutor(ToolRegistry([echo, failing, hanging]), timeout_s=0.05)
+    executor = ToolExecutor(ToolRegistry([echo, failing, hanging]), timeout_s=0.5)
     calls = [
         ToolCall("echo", {"text": "hello"}, '{"text": "hello"}', "a"),
         ToolCall("failing", {}, "{}", "b"),

@@ -99,7 +99,7 @@ async def test_a_late_attempt_is_tried_again() -> None:
             await asyncio.Event().wait()
         return "good"
 
-    executor = executor_of(f, timeout_s=0.01, idempotent=True, max_retries=1, backoff_s=0)
+    executor = executor_of(f, timeout_s=0.3, idempotent=True, max_retries=1, backoff_s=0)
     (outcome,) = await outcomes_of(executor, {})
     assert outcome.kind is OutcomeKind.OK
     assert "within" not in outcome.message["content"]

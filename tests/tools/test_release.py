@@ -225,14 +225,21 @@ async def test_the_executor_is_a_context() -> None:
 async def test_a_call_that_ignores_its_deadline_keeps_its_instance(monkeypatch: pytest.MonkeyPatch) -> None:
     """While an earlier call still runs, the next one of the same tool is refused; afterwards it runs on the same instance."""
     monkeypatch.setattr("ostinato_tools.deadline.GRACE_S", 0.001)
-    journal: list = []
+    journal, may_end = [], asyncio.Event()
+
+    class Deaf(MischievousTool):
+        async def execute(self, instance_id: str, parameters: dict, **execute_kwargs):
+            while not may_end.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await may_end.wait()
+            return await super().execute(instance_id, parameters, **execute_kwargs)
+
     registry = ToolRegistry()
-    config = {"journal": journal, "execute": ["ignore"]}
-    registry.add_class(MischievousTool, config=config, tool_schema=make_schema("m"))
-    async with ToolExecutor(registry, timeout_s=0.01).open("t") as tools:
+    registry.add_class(Deaf, config={"journal": journal}, tool_schema=make_schema("m"))
+    async with ToolExecutor(registry, timeout_s=0.3).open("t") as tools:
         late, refused = await tools.run([make_call("m", id="a"), make_call("m", id="b")])
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        await asyncio.wait(others)
+        may_end.set()
+        await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()})
         (good,) = await tools.run([make_call("m", id="c")])
     assert [item.kind for item in (late, refused, good)] == ["timeout", "infrastructure", "ok"]
     assert "still runs an earlier call" in refused.message["content"]

@@ -34,7 +34,7 @@ def test_nothing_counted_and_no_share() -> None:
 
 async def test_every_call_is_counted_by_tool_and_class() -> None:
     """Each call counts once for its tool; calls of tools that do not exist count together; the summary tells them all."""
-    executor = ToolExecutor(fake_registry(), timeout_s=0.01)
+    executor = ToolExecutor(fake_registry(), timeout_s=0.3)
     calls = [make_call("echo", {"text": "a"}), make_call("echo"), make_call("failing"), make_call("hanging")]
     async with executor.open("t") as tools:
         await tools.run([*calls, make_call("nope"), make_call("nada")])
@@ -46,5 +46,5 @@ async def test_every_call_is_counted_by_tool_and_class() -> None:
     }
     summary = executor.stats["hanging"].summary()
     assert (summary["num_calls"], summary["timeout"], summary["ok"]) == (1, 1, 0)
-    assert summary["p50_s"] == summary["p99_s"] == summary["max_s"] == summary["mean_s"] >= 0.01
+    assert summary["p50_s"] == summary["p99_s"] == summary["max_s"] == summary["mean_s"] > 0.29
     assert set(summary) >= {kind.value for kind in OutcomeKind}

@@ -58,7 +58,7 @@ async def test_outcomes_keep_the_order_of_the_calls() -> None:
         malformed,
         make_call("stopping", id="c6"),
     ]
-    executor = ToolExecutor(fake_registry(), timeout_s=0.05)
+    executor = ToolExecutor(fake_registry(), timeout_s=0.5)
     async with executor.open("t") as tools:
         outcomes = await tools.run(calls)
         assert await tools.run([]) == []
@@ -70,7 +70,7 @@ async def test_outcomes_keep_the_order_of_the_calls() -> None:
     texts = [item.message["content"] for item in outcomes]
     assert texts[0] == "hi"
     assert "always fails" in texts[1]
-    assert "0.05 s" in texts[2]
+    assert "0.5 s" in texts[2]
     assert "echo, failing, hanging, stopping, counter" in texts[3]
     assert "text: 5 is not of type 'string'" in texts[4]
     assert "bad JSON at character 1" in texts[5]
@@ -200,7 +200,7 @@ async def test_failing_release_is_recorded() -> None:
     registry = ToolRegistry()
     for name, plan in (("a", "ok"), ("b", "fail"), ("c", "hang"), ("d", "ok")):
         registry.add_class(MischievousTool, config={"journal": journal, "release": plan}, tool_schema=make_schema(name))
-    async with ToolExecutor(registry, timeout_s=0.05).open("t") as tools:
+    async with ToolExecutor(registry, timeout_s=0.5).open("t") as tools:
         await tools.run([make_call(name) for name in "abcd"])
     assert [instance for event, instance in journal if event == "release"] == ["t/d", "t/c", "t/b", "t/a"]
     assert len(tools.release_failures) == 2
@@ -255,7 +255,7 @@ async def test_a_failed_create_is_tried_again() -> None:
     registry = ToolRegistry()
     config = {"journal": journal, "create": ["fail", "hang"]}
     registry.add_class(MischievousTool, config=config, tool_schema=make_schema("m"))
-    async with ToolExecutor(registry, timeout_s=0.05).open("t") as tools:
+    async with ToolExecutor(registry, timeout_s=0.5).open("t") as tools:
         outcomes = [(await tools.run([make_call("m")]))[0] for _ in range(4)]
     assert [item.kind for item in outcomes] == ["infrastructure", "infrastructure", "ok", "ok"]
     assert [instance for event, instance in journal if event == "create"] == ["t/m", "t/m/2", "t/m/3"]
@@ -508,7 +508,7 @@ async def test_a_failing_reward_is_an_error_not_zero(plan: str) -> None:
     """calc_reward that raises, hangs, or gives no number is an error that names the tool."""
     registry = ToolRegistry()
     registry.add_class(MischievousTool, config={"calc_reward": plan}, tool_schema=make_schema("m"))
-    async with ToolExecutor(registry, timeout_s=0.05).open("t") as tools:
+    async with ToolExecutor(registry, timeout_s=0.5).open("t") as tools:
         await tools.run([make_call("m")])
         with pytest.raises(ToolRewardError, match="calc_reward of m"):
             await tools.calc_rewards()
