@@ -184,12 +184,12 @@ def logits_of_megatron(folder: Path, batch: Batch, dtype: str, device: str) -> t
     on_device = batch.to(torch.device(device))
 
     def logits() -> Tensor:
-        states = core.states_of(rank.optimizer.model, on_device).squeeze(1)
-        return (states @ core.output_weight(rank.optimizer.model.module).T).float()
+        states = core.states_of(rank.training.optimizer.model, on_device).squeeze(1)
+        return (states @ core.output_weight(rank.training.optimizer.model.module).T).float()
 
     with torch.no_grad():
         straight = logits()
-        weight = rank.optimizer.parameters["decoder.layers.0.self_attention.linear_qkv.weight"]
+        weight = rank.training.optimizer.parameters["decoder.layers.0.self_attention.linear_qkv.weight"]
         weight.copy_(weight.flip(0))
         return straight, logits()
 

@@ -31,9 +31,12 @@ from megatron.core import parallel_state  # noqa: E402  what makes it run on a C
 
 from ostinato_trainer.algorithms.aggregation import with_loss_weights  # noqa: E402
 from ostinato_trainer.algorithms.policy_losses import PolicyLossOptions, policy_loss_fn  # noqa: E402
+from ostinato_trainer.algorithms.value_loss import value_loss  # noqa: E402
 from ostinato_trainer.backends.base import EntropyMode  # noqa: E402
+from ostinato_trainer.backends.critic import LocalCritic  # noqa: E402
 from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions  # noqa: E402
 from ostinato_trainer.backends.megatron import core  # noqa: E402
+from ostinato_trainer.backends.megatron.critic import MegatronCritic  # noqa: E402
 from ostinato_trainer.backends.megatron.options import MegatronOptions  # noqa: E402
 from ostinato_trainer.backends.megatron.rank import MegatronRank  # noqa: E402
 from ostinato_trainer.backends.megatron.shape import MegatronLayout  # noqa: E402
@@ -120,9 +123,16 @@ class Runs:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
     def ranks(
-        self, model: str, tensor: int = 1, pipeline: int = 1, *, sequence_parallel: bool = True, **options: Any
+        self,
+        model: str,
+        tensor: int = 1,
+        pipeline: int = 1,
+        *,
+        sequence_parallel: bool = True,
+        with_critic: bool = False,
+        **options: Any,
     ) -> MegatronRank:
-        """This rank of a new layout."""
+        """This rank of a new layout, a critic of the same model beside the policy where it is asked for."""
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
         layout = MegatronLayout(
@@ -130,9 +140,9 @@ class Runs:
             pipeline_model_parallel_size=pipeline,
             sequence_parallel=sequence_parallel,
         )
-        return MegatronRank(
-            self.folder / model, MegatronOptions(layout=layout, **{**OPTIMIZER, **options}), device=torch.device("cpu")
-        )
+        of_rank = MegatronOptions(layout=layout, **{**OPTIMIZER, **options})
+        critic = (str(self.folder / model), of_rank) if with_critic else None
+        return MegatronRank(self.folder / model, of_rank, device=torch.device("cpu"), critic=critic)
 
     def local(self, model: str | Path, **options: Any) -> LocalBackend:
         """The same model on one device."""
@@ -184,17 +194,19 @@ def logits(runs: Runs, model: str, tensor: int = 1) -> dict[str, Any]:
 
     def whole() -> torch.Tensor:
         with torch.no_grad():
-            states = core.states_of(rank._model, one).squeeze(1)
-            part = states @ core.output_weight(rank._model).T
+            states = core.states_of(rank.training.model, one).squeeze(1)
+            part = states @ core.output_weight(rank.training.model).T
         parts = [torch.empty_like(part) for _ in range(tensor)]
         dist.all_gather(parts, part, group=rank._groups.tensor_group)
         return torch.cat(parts, dim=-1)
 
     seen: list[int] = []
-    hook = rank._model.decoder.layers[1].mlp.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
+    hook = rank.training.model.decoder.layers[1].mlp.register_forward_hook(
+        lambda _, inputs, __: seen.append(len(inputs[0]))
+    )
     difference = float((whole() - expected).abs().max())
     hook.remove()
-    weight = rank.optimizer.parameters["decoder.layers.0.self_attention.linear_qkv.weight"]
+    weight = rank.training.optimizer.parameters["decoder.layers.0.self_attention.linear_qkv.weight"]
     with torch.no_grad():
         weight.copy_(weight.flip(0))
     return {
@@ -250,6 +262,61 @@ def training(runs: Runs, model: str, tensor: int, pipeline: int, **options: Any)
         and [spec.shape for spec in rank.manifest(5).tensors] == [tuple(each.shape) for each in weights.values()],
         "version": rank.policy_version,
         "place": msgspec.structs.asdict(rank.place),
+    }
+
+
+def values_batch(number: int, values: torch.Tensor) -> Batch:
+    """A mini-batch for a loss of values, which are those before the step."""
+    batch = mini_batch(number)
+    returns = torch.sin(torch.arange(float(batch.num_tokens))) * batch.loss_mask
+    return batch.with_columns(values=values, returns=returns)
+
+
+def of_values(predicted: torch.Tensor, batch: Batch) -> Any:
+    return value_loss(predicted, batch, cliprange_value=0.1)
+
+
+def critics(runs: Runs, first: tuple[int, int], second: tuple[int, int], **options: Any) -> dict[str, Any]:
+    """Four steps of a critic beside one device, a checkpoint, and from it two more in another layout."""
+    model = "qwen3_tied"
+    local_options = LocalBackendOptions(device="cpu", **{**OPTIMIZER, **options})
+    local = LocalCritic.from_pretrained(runs.folder / model, local_options)
+
+    def critic_of(layout: tuple[int, int]) -> tuple[MegatronRank, MegatronCritic]:
+        rank = runs.ranks(model, *layout, with_critic=True, **options)
+        assert isinstance(rank.critic, MegatronCritic)
+        return rank, rank.critic
+
+    def go_on(rank: MegatronRank, critic: MegatronCritic, numbers: range) -> dict[str, float]:
+        worst = {"values": 0.0, "metrics": 0.0, "grad_norm": 0.0, "largest": 0.0}
+        for number in numbers:
+            expected = local.values(mini_batch(number))
+            batch = values_batch(number, expected)
+            mine = batch.token_positions(torch.tensor(range(rank.place.data_index, 7, rank.place.data_size)))
+            got = critic.values(share_of(rank, batch))
+            if rank.place.reports:
+                worst["values"] = max(worst["values"], float((torch.cat(got) - expected[mine]).abs().max()))
+            worst["largest"] = max(worst["largest"], float(expected.abs().max()))
+            ours = together(rank, critic.forward_backward(share_of(rank, batch), of_values))
+            theirs = local.forward_backward([batch], of_values)
+            worst["metrics"] = max(worst["metrics"], *(abs(ours[name] - theirs[name]) for name in theirs))
+            mine_stats, their_stats = critic.optimizer_step(), local.optimizer_step()
+            worst["grad_norm"] = max(worst["grad_norm"], abs(mine_stats.grad_norm / their_stats.grad_norm - 1))
+        return worst
+
+    directory = runs.folder / f"critic {first}-{second}"
+    directory.mkdir(exist_ok=True)
+    rank, critic = critic_of(first)
+    begun = go_on(rank, critic, range(4))
+    critic.save(directory)
+    rank.log_probs(share_of(rank, mini_batch()), temperature=TEMPERATURE)  # the policy beside it is another model
+    other_rank, other = critic_of(second)
+    other.load(directory)
+    return {
+        "begun": begun,
+        "gone_on": go_on(other_rank, other, range(4, 6)),
+        "policy_moved": apart(weights_of(rank), local_weights(runs.local(model))),
+        "is_policy": refusal(lambda: other_rank.load(directory)),
     }
 
 
@@ -382,17 +449,17 @@ def one_rank(runs: Runs) -> dict[str, Any]:
     half = runs.ranks("qwen3", dtype="bfloat16")
     exact = runs.local("qwen3").log_probs(batch, temperature=1.0)
     of_half = half.log_probs([batch], temperature=1.0)[0]
-    before = half.optimizer.state_of("decoder.final_layernorm.weight", "weights")
+    before = half.training.optimizer.state_of("decoder.final_layernorm.weight", "weights")
     in_folder = local_weights(runs.local("qwen3"))["model.norm.weight"]
     half.forward_backward([batch], PLAIN_LOSS)
     half.optimizer_step()
-    after = half.optimizer.state_of("decoder.final_layernorm.weight", "weights")
+    after = half.training.optimizer.state_of("decoder.final_layernorm.weight", "weights")
     directory = runs.folder / "half"
     directory.mkdir(exist_ok=True)
     half.save(directory)
     other = runs.ranks("qwen3", dtype="bfloat16")
     other.load(directory)
-    kept = other.optimizer.state_of("decoder.final_layernorm.weight", "weights")
+    kept = other.training.optimizer.state_of("decoder.final_layernorm.weight", "weights")
     full = runs.ranks("qwen3")
     constant = refusal(lambda: full.forward_backward([batch], lambda output, _: (torch.zeros(()), {})))
     return {
@@ -421,10 +488,10 @@ def memory(runs: Runs) -> dict[str, Any]:
 
     for dtype in ("float32", "bfloat16"):
         rank = runs.ranks("qwen3", dtype=dtype, keep_reference=True)
-        numel = sum(value.numel() for value in rank.optimizer.parameters.values())
+        numel = sum(value.numel() for value in rank.training.optimizer.parameters.values())
         rank.forward_backward([batch], PLAIN_LOSS)
         rank.optimizer_step()
-        held = msgspec.structs.asdict(rank.memory.held())
+        held = msgspec.structs.asdict(rank.training.memory.held())
         answer[dtype] = {part: size / numel for part, size in held.items()}
         answer["starved"] = refusal(lambda rank=rank: rank.forward_backward([batch.select([0]), batch], starved))
     return answer
@@ -446,6 +513,7 @@ SCENARIOS: dict[int, dict[str, Callable[[Runs], dict[str, Any]]]] = {
         "training": lambda runs: training(runs, "qwen3", 1, 1),
         "training again": lambda runs: training(runs, "qwen3", 1, 1, enable_gradient_checkpointing=True),
         "one rank": one_rank,
+        "critic in 16 bits": lambda runs: critics(runs, (1, 1), (1, 1), dtype="bfloat16"),
         "memory": memory,
     },
     2: {
@@ -457,6 +525,8 @@ SCENARIOS: dict[int, dict[str, Callable[[Runs], dict[str, Any]]]] = {
         "checkpoint tp2 to dp2": lambda runs: checkpoints(runs, (2, 1), (1, 1)),
         "checkpoint dp2 to pp2": lambda runs: checkpoints(runs, (1, 1), (1, 2)),
         "checkpoint pp2 to tp2": lambda runs: checkpoints(runs, (1, 2), (2, 1)),
+        "critic tp2 to pp2": lambda runs: critics(runs, (2, 1), (1, 2)),
+        "critic dp2 to tp2": lambda runs: critics(runs, (1, 1), (2, 1)),
         "skipping tp2": lambda runs: skipping(runs, 2, 1),
         "skipping pp2": lambda runs: skipping(runs, 1, 2),
         "skipping dp2": lambda runs: skipping(runs, 1, 1),

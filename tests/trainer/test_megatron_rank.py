@@ -218,6 +218,27 @@ def test_16_bits_keep_their_steps_in_32(run_ranks: RunRanks) -> None:
     assert answer["master_kept"] is True
 
 
+@pytest.mark.parametrize("name", ["critic tp2 to pp2", "critic dp2 to tp2"])
+def test_a_critic_learns_as_on_one_device(run_ranks: RunRanks, name: str) -> None:
+    """Values, losses and gradient norms of a critic beside a policy are those of one device, also after its checkpoint is taken up in another layout;
+    the policy stays as it is, and a critic's checkpoint is not taken for one of a policy."""
+    for answer in _scenario(run_ranks(2), name):
+        for part in (answer["begun"], answer["gone_on"]):
+            assert part["values"] < 1e-6 < 1e-3 < part["largest"]
+            assert part["metrics"] < METRICS
+            assert part["grad_norm"] < GRAD_NORM
+        assert answer["policy_moved"] == 0.0
+        assert answer["is_policy"].startswith("CheckpointError: checkpoint must fit the model")
+
+
+def test_a_critic_in_16_bits_is_near_one_device(run_ranks: RunRanks) -> None:
+    """In bfloat16 a critic's values and gradient norms are within rounding of one device's."""
+    (answer,) = _scenario(run_ranks(1), "critic in 16 bits")
+    for part in (answer["begun"], answer["gone_on"]):
+        assert part["values"] < 0.1 * part["largest"]
+        assert part["grad_norm"] < 0.05
+
+
 def test_what_cannot_run_is_refused(run_ranks: RunRanks) -> None:
     """A loss that is a constant, a layout that does not divide, a folder without a model and a negative rate are named; sequences are packed."""
     (answer,) = _scenario(run_ranks(1), "one rank")

@@ -70,18 +70,22 @@ def run(home: Path, output: Path, *overrides: str, score: str = REWARD) -> list[
 
 
 def test_two_ranks_give_the_curve_of_one_device(quickstart_home: Path, tmp_path: Path) -> None:
-    """Two steps, the first over two tensor ranks and the second, from its checkpoint, over two pipeline stages: rewards, losses and norms as with
-    strategy=local."""
-    local = run(quickstart_home, tmp_path / "local", "trainer.total_training_steps=2", "trainer.save_freq=-1")
+    """Two steps of PPO with a critic, the first over two tensor ranks and the second, from its checkpoint, over two pipeline stages: rewards, losses
+    and norms of policy and critic as with strategy=local."""
+    with_critic = ("algorithm.adv_estimator=gae", "critic.optim.lr=1e-3")
+    local = run(
+        quickstart_home, tmp_path / "local", *with_critic, "trainer.total_training_steps=2", "trainer.save_freq=-1"
+    )
     output = tmp_path / "megatron"
     first = (f"{LAYOUT}.tensor_model_parallel_size=2", "trainer.total_training_steps=1", "trainer.save_freq=1")
     second = (f"{LAYOUT}.pipeline_model_parallel_size=2", "trainer.total_training_steps=2", "trainer.save_freq=-1")
-    run(quickstart_home, output, *MEGATRON, *first)
-    ours = run(quickstart_home, output, *MEGATRON, *second)
+    run(quickstart_home, output, *MEGATRON, *with_critic, *first)
+    ours = run(quickstart_home, output, *MEGATRON, *with_critic, *second)
     assert len(ours) == len(local) == 2
     for one, other in zip(local, ours, strict=True):
         assert other["critic/score/mean"] == pytest.approx(one["critic/score/mean"], rel=1e-6)
-        for name in ("actor/grad_norm", "actor/pg_loss", "actor/kl_loss", "actor/ppo_kl"):
+        of_critic = ("critic/grad_norm", "critic/vf_loss", "critic/values/mean")
+        for name in ("actor/grad_norm", "actor/pg_loss", "actor/kl_loss", "actor/ppo_kl", *of_critic):
             assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6), name
 
 

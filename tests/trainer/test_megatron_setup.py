@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ostinato_trainer.backends.adamw import AdamWOptions
+from ostinato_trainer.backends.local import LocalBackendOptions
 from ostinato_trainer.backends.megatron import setup
 from ostinato_trainer.backends.megatron.setup import megatron_factory, megatron_problems
 from ostinato_trainer.config import Config
@@ -89,6 +90,27 @@ def test_a_model_that_is_not_mapped_is_said_before_the_start(tmp_path: Path) -> 
     (problem,) = megatron_problems(config_of(tmp_path, model=unmapped))
     assert "gemma3" in problem
     assert megatron_problems(config_of(tmp_path, "actor_rollout_ref.actor.strategy=local", model=unmapped)) == []
+
+
+def test_a_critic_is_split_as_the_policy_is(tmp_path: Path) -> None:
+    """A critic reaches the ranks with its own folder and optimizer, in the policy's layout; one that does not divide is said before the start."""
+    keys = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2")
+    config = config_of(tmp_path, *keys)
+    factory = megatron_factory(
+        config,
+        AdamWOptions(lr=3e-6),
+        enable_gradient_checkpointing=False,
+        critic=("critic folder", LocalBackendOptions(lr=1e-4, dtype="bfloat16")),
+    )
+    assert factory.critic is not None
+    path, options = factory.critic
+    assert (path, options.lr, options.dtype) == ("critic folder", 1e-4, "bfloat16")
+    assert options.layout == factory.options.layout
+    narrow = tmp_path / "critic"
+    narrow.mkdir()
+    (narrow / "config.json").write_text(json.dumps({**MODEL, "num_key_value_heads": 1}))
+    (problem,) = megatron_problems(config_of(tmp_path, *keys, f"critic.model.path={narrow}"))
+    assert "the key-value heads of the model, got 2 with 1" in problem
 
 
 def test_an_absent_megatron_is_said_with_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

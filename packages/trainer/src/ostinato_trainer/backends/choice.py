@@ -78,7 +78,12 @@ def _factory(
     if actor.strategy == "megatron":
         from ostinato_trainer.backends.megatron.setup import megatron_factory
 
-        return megatron_factory(config, options, enable_gradient_checkpointing=model.enable_gradient_checkpointing)
+        return megatron_factory(
+            config,
+            options,
+            enable_gradient_checkpointing=model.enable_gradient_checkpointing,
+            critic=None if critic is None else (critic_path(config), critic),
+        )
     from ostinato_trainer.backends.fsdp2 import Fsdp2Factory, Fsdp2Options
 
     def sharded(options: LocalBackendOptions) -> Fsdp2Options:

@@ -301,7 +301,7 @@ UNREAD_SECTIONS: Final[dict[str, str]] = {
     "critic.fsdp_config": f"the critic is sharded as {_ACTOR}.fsdp_config says",
     "critic.model.fsdp_config": f"the critic is sharded as {_ACTOR}.fsdp_config says",
     "critic.ulysses_sequence_parallel_size": f"it shares tokens as {_ACTOR}.fsdp_config.ulysses_sequence_parallel_size says",
-    "critic.megatron": "Megatron trains no critic",
+    "critic.megatron": f"the critic is split as {_ACTOR}.megatron says",
     "actor_rollout_ref.ref": "the reference policy is a frozen copy of the starting weights and has no settings",
     "actor_rollout_ref.hybrid_engine": "training and sampling share one process",
     f"{_ACTOR}.megatron.use_distributed_optimizer": "the optimizer is always distributed",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 from ostinato_trainer.config import Config
-from ostinato_trainer.errors import TrainerError
 
 __all__ = ["strategy_problems", "unread_strategy_keys"]
 
@@ -33,11 +32,6 @@ def strategy_problems(config: Config) -> list[str]:
         problems.append(
             f"trainer.nnodes must be 1 with trainer.executor=local, which starts ranks on this machine, got {trainer.nnodes}; "
             "write trainer.nnodes=1 or trainer.executor=ray"
-        )
-    if actor.strategy == "megatron" and _needs_critic(config.algorithm.adv_estimator):
-        problems.append(
-            f"algorithm.adv_estimator must be one without a critic with {_ACTOR}.strategy={actor.strategy}, got "
-            f"{config.algorithm.adv_estimator}: it trains no critic; write algorithm.adv_estimator=grpo or {_ACTOR}.strategy=fsdp2"
         )
     mode = actor.policy_loss.loss_mode
     if ":" not in mode and mode not in _losses_of_ours():
@@ -91,15 +85,6 @@ def unread_strategy_keys(config: Config) -> tuple[tuple[bool, str, tuple[str, ..
             (f"{_ACTOR}.fsdp_config.optimizer_offload",),
         ),
     )
-
-
-def _needs_critic(estimator: str) -> bool:
-    from ostinato_trainer.algorithms.advantages import needs_critic
-
-    try:
-        return needs_critic(estimator)
-    except TrainerError:  # there is no such estimator, which is said elsewhere
-        return False
 
 
 def _losses_of_ours() -> frozenset[str]:

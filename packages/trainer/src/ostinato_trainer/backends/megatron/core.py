@@ -156,6 +156,9 @@ def build_model(
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
     ).to(device, dtype)  # norms are made in float32
+    if shape.value_head and groups.is_last_stage:
+        model.output_layer = None
+        model.score = nn.Linear(shape.hidden_size, 1, bias=len(shape.value_head) > 1, device=device, dtype=dtype)
     model.rotary_pos_emb.inv_freq = frequencies.to(device, torch.float32)
     if model.pre_process and shape.padding_id is not None:
         model.embedding.word_embeddings.register_forward_hook(_WithoutPadding(shape.padding_id, layout, groups))
@@ -277,6 +280,12 @@ def output_weight(model: GPTModel) -> Tensor:
         if model.share_embeddings_and_output_weights
         else model.output_layer.weight
     )
+
+
+def values_of(model: Any, states: Tensor) -> Tensor:
+    """float32 [n]: what a critic's head makes of states [n, hidden]."""
+    weight, bias = model.score.weight.float(), model.score.bias
+    return nn.functional.linear(states.float(), weight, None if bias is None else bias.float()).squeeze(-1)
 
 
 def run_schedule(

@@ -75,7 +75,10 @@ def blocks_of(shape: DecoderShape, layout: MegatronLayout) -> list[Block]:
     vocabulary = (shape.vocab_size, shape.hidden_size)
     embedding = Part("embedding.word_embeddings.weight", (EMBEDDING,), (vocabulary,), Split.ROWS)
     end = [Part("decoder.final_layernorm.weight", ("model.norm.weight",), ((shape.hidden_size,),), Split.WHOLE)]
-    if not shape.tied:
+    if shape.value_head:
+        shapes = ((1, shape.hidden_size), (1,))
+        end += [Part(name, (name,), (size,), Split.WHOLE) for name, size in zip(shape.value_head, shapes, strict=False)]
+    elif not shape.tied:
         end.append(Part("output_layer.weight", (HEAD,), (vocabulary,), Split.ROWS))
     elif stages > 1:
         end.append(Part("output_layer.weight", (EMBEDDING,), (vocabulary,), Split.ROWS, alias=True))

@@ -49,12 +49,14 @@ class MegatronRankFactory(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     """Folder or hub id of the model."""
     options: MegatronOptions
+    critic: tuple[str, MegatronOptions] | None = None
+    """The same of a critic that is trained beside it, in the same layout."""
 
     def __call__(self, address: RankAddress, device: torch.device) -> MegatronRank:
         """Builds the rank; the default process group stands."""
         from ostinato_trainer.backends.megatron.rank import MegatronRank
 
-        return MegatronRank(self.path, self.options, device=device, timeout_s=address.timeout_s)
+        return MegatronRank(self.path, self.options, device=device, timeout_s=address.timeout_s, critic=self.critic)
 
 
 def is_megatron_installed() -> bool:

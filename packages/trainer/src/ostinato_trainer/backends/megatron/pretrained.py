@@ -18,6 +18,7 @@ from ostinato_trainer.backends.megatron.mapping import Block
 from ostinato_trainer.errors import BackendError
 from ostinato_trainer.home_paths import home_path
 
+MODEL_PATH: Final = "actor_rollout_ref.model.path"
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 
@@ -27,12 +28,13 @@ class PretrainedTensors:
 
     Args:
         path: Folder or hub id. Where it is no folder of safetensors, `transformers` loads the whole model into memory.
+        key: That names it in the configuration.
 
     Raises:
         BackendError: it holds no model that can be loaded.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, key: str = MODEL_PATH) -> None:
         folder = home_path(path, "actor_rollout_ref.model.path", BackendError)
         self._files: dict[str, Path] = {}
         self._loaded: Mapping[str, Tensor] = {}
@@ -48,9 +50,9 @@ class PretrainedTensors:
                 self._loaded = model.state_dict()
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise BackendError(
-                f"model path must hold readable weights, got {str(path)!r}: {error}; check actor_rollout_ref.model.path"
+                f"model path must hold readable weights, got {str(path)!r}: {error}; check {key}"
             ) from error
-        self._path = path
+        self._path, self._key = path, key
 
     def of_block(self, block: Block) -> dict[str, Tensor]:
         """The whole tensors that the parts of a block are made of, on the host.
@@ -77,14 +79,28 @@ class PretrainedTensors:
                 tensors[name] = tensor
         return tensors
 
+    def value_head(self, hidden_size: int) -> tuple[str, ...]:
+        """The names of the tensors of the scalar head that these have, or are given now: one that is zero.
+
+        Raises:
+            BackendError: the head is wider than one number.
+        """
+        weight, bias = "score.weight", "score.bias"
+        stored = self._files.keys() | self._loaded.keys()
+        if weight not in stored:
+            zeros = {weight: torch.zeros(1, hidden_size), bias: torch.zeros(1)}
+            self._loaded = {**self._loaded, **zeros}
+            return weight, bias
+        return (weight, bias) if bias in stored else (weight,)
+
     def _unfit(self, name: str, shape: tuple[int, ...], found: str) -> BackendError:
         return BackendError(
-            f"model path must hold {name} of shape {list(shape)}, got {found} in {str(self._path)!r}; check actor_rollout_ref.model.path"
+            f"model path must hold {name} of shape {list(shape)}, got {found} in {str(self._path)!r}; check {self._key}"
         )
 
 
-def model_config(path: str | Path) -> Any:
-    """The configuration of the model of a folder or a hub id.
+def model_config(path: str | Path, *, key: str = MODEL_PATH) -> Any:
+    """The configuration of the model of a folder or a hub id, which a key of the configuration names.
 
     Raises:
         BackendError: there is none.
@@ -96,7 +112,7 @@ def model_config(path: str | Path) -> Any:
     except Exception as error:  # transformers and huggingface_hub each raise their own: here they become one message
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise BackendError(
-            f"model path must hold a causal language model, got {str(path)!r}: {reason}; check actor_rollout_ref.model.path"
+            f"model path must hold a causal language model, got {str(path)!r}: {reason}; check {key}"
         ) from error
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from ostinato_trainer.backends.adamw import AdamWOptions
+from ostinato_trainer.backends.local import LocalBackendOptions
 from ostinato_trainer.backends.megatron.options import MegatronOptions, MegatronRankFactory, is_megatron_installed
 from ostinato_trainer.backends.megatron.shape import DecoderShape, MegatronLayout
 from ostinato_trainer.config import Config
@@ -53,18 +54,24 @@ def megatron_problems(config: Config) -> list[str]:
             f"{_MODEL}.use_remove_padding must be true with {_ACTOR}.strategy=megatron, which packs sequences, got false; "
             f"write {_MODEL}.use_remove_padding=true"
         )
-    try:
-        if model.path is not None and home_path(model.path, f"{_MODEL}.path", BackendError).is_dir():
-            layout_of(config).check(
-                DecoderShape.from_folder(model.path), config.trainer.nnodes * config.trainer.n_gpus_per_node
-            )
-    except BackendError as error:
-        problems.append(str(error))
+    for key, path in ((f"{_MODEL}.path", model.path), ("critic.model.path", config.critic.model.path)):
+        try:
+            if path is not None and home_path(path, key, BackendError).is_dir():
+                layout_of(config).check(
+                    DecoderShape.from_folder(path, key=key), config.trainer.nnodes * config.trainer.n_gpus_per_node
+                )
+        except BackendError as error:
+            if str(error) not in problems:  # the critic may begin as the policy does
+                problems.append(str(error))
     return problems
 
 
 def megatron_factory(
-    config: Config, options: AdamWOptions, *, enable_gradient_checkpointing: bool
+    config: Config,
+    options: AdamWOptions,
+    *,
+    enable_gradient_checkpointing: bool,
+    critic: tuple[str, LocalBackendOptions] | None = None,
 ) -> MegatronRankFactory:
     """What builds the ranks of a run.
 
@@ -72,16 +79,21 @@ def megatron_factory(
         config: Without `megatron_problems`.
         options: The optimizer's, as for any other strategy.
         enable_gradient_checkpointing: Keep layers' inputs alone for the backward pass.
+        critic: Folder or hub id of a critic that the ranks hold beside the policy, and what any strategy needs to know of it.
     """
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
-    optimizer = {name: getattr(options, name) for name in AdamWOptions.__struct_fields__}
+
+    def split(options: AdamWOptions, dtype: str, *, keep_reference: bool) -> MegatronOptions:
+        return MegatronOptions(
+            **{name: getattr(options, name) for name in AdamWOptions.__struct_fields__},
+            layout=layout_of(config),
+            dtype=dtype,
+            keep_reference=keep_reference,
+            enable_gradient_checkpointing=enable_gradient_checkpointing,
+        )
+
     return MegatronRankFactory(
         path=str(model.path),
-        options=MegatronOptions(
-            **optimizer,
-            layout=layout_of(config),
-            dtype=actor.dtype,
-            keep_reference=actor.use_kl_loss or config.algorithm.use_kl_in_reward,
-            enable_gradient_checkpointing=enable_gradient_checkpointing,
-        ),
+        options=split(options, actor.dtype, keep_reference=actor.use_kl_loss or config.algorithm.use_kl_in_reward),
+        critic=None if critic is None else (critic[0], split(critic[1], critic[1].dtype, keep_reference=False)),
     )

@@ -6,7 +6,7 @@ Invariant: what is not mapped is refused by name, never approximated. Reads plai
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,8 +88,15 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool
     qk_norm: bool
     """Queries and keys are normed head by head."""
-    padding_id: int | None
+    padding_id: int | None = None
     """A token whose row of the embedding learns nothing from being read, as `transformers` has it."""
+    value_head: tuple[str, ...] = ()
+    """The tensors of a critic's head, which stands in the place of the output layer: its weight [1, hidden] and perhaps its bias [1]; none for a
+    language model."""
+
+    def with_value_head(self, names: Sequence[str]) -> DecoderShape:
+        """The same as a critic, whose head has these tensors."""
+        return msgspec.structs.replace(self, value_head=tuple(names), tied=False)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DecoderShape:
@@ -123,8 +130,8 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> DecoderShape:
-        """The shape of the model in a folder.
+    def from_folder(cls, folder: str | Path, *, key: str = "actor_rollout_ref.model.path") -> DecoderShape:
+        """The shape of the model in a folder, which a key of the configuration names.
 
         Raises:
             BackendError: there is no readable config.json in it, or see `from_config`.
@@ -135,13 +142,13 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
         except (OSError, ValueError) as error:
             raise BackendError(
                 f"model path must be a folder with a readable config.json to be trained with Megatron, got {str(folder)!r}: {error}; "
-                "fix actor_rollout_ref.model.path"
+                f"fix {key}"
             ) from error
         try:
             return cls.from_config(config)
         except (KeyError, TypeError) as error:
             raise BackendError(
-                f"{path} must describe a causal language model, got {type(error).__name__}: {error}; fix actor_rollout_ref.model.path"
+                f"{path} must describe a causal language model, got {type(error).__name__}: {error}; fix {key}"
             ) from error
 
 
