@@ -259,7 +259,7 @@ async def test_a_call_that_may_have_begun_is_not_asked_again():
 async def test_garbage_of_a_service_is_counted(service_socket):
     """A caller drops what it cannot read, and loses a service that says nothing else."""
     socket, address = service_socket
-    remote = RemoteServer(address, start_timeout_s=0.3)
+    remote = RemoteServer(address, start_timeout_s=2.0)
     starting = asyncio.ensure_future(remote.start())
     identity, _ = await socket.recv_multipart()
     for frames in ([b"\xc1"], [wire.encode(wire.Welcome(1.0)), b"more"], [wire.encode(wire.Ping(1))]):
