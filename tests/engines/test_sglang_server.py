@@ -244,6 +244,10 @@ async def weights_that_do_not_fit(server, update):
     first, *rest = update.manifest.tensors
     with pytest.raises(ManifestError):
         await server.update_weights(WeightManifest(8, tuple(rest)), update.make_weights())
+    part = update.manifest.resting_on("base", [rest[-1].name]).partial()
+    assert part is not None
+    with pytest.raises(ManifestError, match="send the whole model"):
+        await server.update_weights(part, update.make_weights())
     wrong = msgspec.structs.replace(first, dtype="float16")
     with pytest.raises(ManifestError, match="must have dtype float32"):
         await server.update_weights(WeightManifest(8, (wrong, *rest)), update.make_weights())

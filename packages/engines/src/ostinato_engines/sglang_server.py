@@ -326,6 +326,7 @@ class SGLangServer(AsyncServerBase):
         """
         engine, traffic = self._started()
         engine.check_manifest(manifest)
+        self._status.require_base(manifest)  # which it never has: it takes whole updates only
         async with self._changing:
             self._status.require_loaded()
             self._status.require_awake_weights()
