@@ -9,9 +9,11 @@ from rich.console import Console
 from ostinato_agent_loop import AgentLoopBase, load_agent_loops
 from ostinato_agent_loop.registry import import_class
 from ostinato_trainer import cli
+from ostinato_trainer.backends.ranks.messages import Failure, error_of
 from ostinato_trainer.chat import find_model
 from ostinato_trainer.checkpoints.export import export_model
-from ostinato_trainer.errors import CheckpointError
+from ostinato_trainer.error_reporting import run_reporting_errors
+from ostinato_trainer.errors import BackendError, CheckpointError
 
 
 def test_an_agent_beside_the_command_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,6 +32,17 @@ def test_an_agent_beside_the_command_is_found(tmp_path: Path, monkeypatch: pytes
     monkeypatch.delitem(sys.modules, "typer")
     assert import_class("typer.Typer", object, "a test").__name__ == "Typer"
     assert issubclass(import_class("agents_beside_the_command.Own", object, "a test"), AgentLoopBase)
+
+
+def test_where_an_error_was_raised_is_said_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Which ranks have raised an error stands below its message; the traceback that is noted too does not."""
+    failures = {1: Failure(BackendError("of rank 1"), "Traceback\n  line"), 2: Failure(BackendError("of rank 2"), "")}
+
+    def fail() -> None:
+        raise error_of(failures, 3)
+
+    assert run_reporting_errors(fail) == 1
+    assert capsys.readouterr().err.splitlines() == ["error: of rank 1", "  raised on ranks 1, 2 of 3"]
 
 
 def test_a_folder_without_a_model_is_told_what_would_do(tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ def run_reporting_errors(command: Callable[[], object]) -> int:
     except BrokenPipeError:
         return _leave_quietly()
     except expected_errors() as error:
-        _say("error", str(error))
+        notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]  # longer ones are tracebacks
+        _say("error", "\n  ".join([str(error), *notes]))
         return 1
     except OSError as error:
         cure = _REFUSALS.get(error.errno or 0)

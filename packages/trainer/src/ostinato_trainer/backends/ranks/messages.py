@@ -87,9 +87,8 @@ def error_of(failures: dict[int, Failure], num_ranks: int) -> Exception:
     first = min(failures)
     error = failures[first].error
     error.ranks_in_step = len(failures) == num_ranks  # pyright: ignore[reportAttributeAccessIssue]  read by `call`
-    error.add_note(
-        f"raised on {named_ranks(list(failures))} of {num_ranks}; on rank {first}:\n{failures[first].traceback}"
-    )
+    error.add_note(f"raised on {named_ranks(list(failures))} of {num_ranks}")
+    error.add_note(f"on rank {first}:\n{failures[first].traceback}")
     return error
 
 
