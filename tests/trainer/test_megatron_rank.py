@@ -260,6 +260,7 @@ def test_memory_that_runs_out_is_reported_by_what_holds_it(run_ranks: RunRanks) 
     }
     for dtype, parts in expected.items():
         assert answer[dtype] == pytest.approx(parts, rel=0.05), dtype
+    assert answer["beats"] == 2  # a heartbeat for each micro-batch
     said = answer["starved"]
     assert said.startswith("OutOfMemoryError: memory must suffice for an update")
     for part in ("ppo_micro_batch_size_per_gpu", "on cpu: parameters", "the largest of 2 micro-batches has"):

@@ -24,6 +24,7 @@ from ostinato_trainer.backends.megatron.norm import SharedRMSNorm
 from ostinato_trainer.backends.megatron.shape import DecoderShape, MegatronLayout
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError, MissingExtraError
+from ostinato_trainer.heartbeat import beat
 
 try:
     from megatron.core import parallel_state  # pyright: ignore[reportMissingImports]
@@ -255,7 +256,7 @@ def states_of(model: nn.Module, batch: Batch) -> Tensor:
     starts_on_host = starts.to(HOST)
     longest = int(starts_on_host.diff().max())
     token_ids = token_ids.unsqueeze(0)
-    return model(
+    states = model(
         input_ids=token_ids,
         position_ids=torch.zeros_like(token_ids),  # rotary positions come from the starts of the sequences
         attention_mask=None,
@@ -271,6 +272,8 @@ def states_of(model: nn.Module, batch: Batch) -> Tensor:
         output_processor=_before_output_layer,
         output_processor_context=batch.num_tokens,
     )
+    beat()
+    return states
 
 
 def output_weight(model: GPTModel) -> Tensor:
