@@ -846,7 +846,7 @@ async def test_nobody_waits_for_a_replacement_that_was_given_up(started):
 async def test_what_is_held_back_tells_why(started):
     """A turn and a conversation that wait too long for a pool that is asleep say that it is."""
     pool, _, _ = await started(1)
-    client = pool.client(timeout_s=0.05, admission=AdmissionConfig(timeout_s=0.05))
+    client = pool.client(timeout_s=0.5, admission=AdmissionConfig(timeout_s=0.5))
     await client.generate("a", [7], PARAMS)
     await pool.sleep()
     with pytest.raises(RequestTimeoutError, match=r"waits until replicas go on \(replicas are asleep\)"):
