@@ -2,13 +2,14 @@
 
 import logging
 import pickle
+import re
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ostinato_engines import EngineStartError
-from ostinato_engines.device import DeviceMemory
+from ostinato_engines.device import DeviceMemory, device_memory
 from ostinato_trainer.algorithms.aggregation import with_loss_weights
 from ostinato_trainer.backends import memory
 from ostinato_trainer.backends.critic import LocalCritic
@@ -221,3 +222,25 @@ def test_a_backend_refuses_before_it_moves_a_model(monkeypatch):
     model.to = lambda *_: pytest.fail("the model was moved")
     with pytest.raises(OutOfMemoryError, match="for one step of training"):
         LocalBackend(model, LocalBackendOptions(device="cpu"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_device_that_is_full_is_reported():
+    """On a GPU of which nearly nothing is left a pass runs out: the parts of the report add up to the device, and with room it goes on."""
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=8
+    )
+    backend = LocalBackend(LlamaForCausalLM(config), LocalBackendOptions(device="cuda", dtype="bfloat16"))
+    segment = Segment([5], [7] * 8191, [1] * 8191, None, "g", "t", 1.0)
+    batch = with_loss_weights(Batch.from_segments([segment]), "token-mean")
+    torch.cuda.empty_cache()
+    filler = torch.empty(device_memory("cuda").free - 64 * 2**20, dtype=torch.uint8, device="cuda")
+    with pytest.raises(OutOfMemoryError) as raised:
+        backend.forward_backward([batch], sft_loss)
+    head, line, *_ = str(raised.value).splitlines()
+    assert "for an update" in head
+    total, *parts = (float(number) for number in re.findall(r"([\d.]+) GiB", line))
+    assert sum(parts) == pytest.approx(total, abs=0.1)
+    del filler
+    torch.cuda.empty_cache()
+    assert backend.forward_backward([batch], sft_loss)
