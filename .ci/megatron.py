@@ -21,6 +21,7 @@ TESTS = (
     "tests/trainer/test_megatron_setup.py",
     "tests/trainer/test_megatron_shape.py",
     "tests/trainer/test_megatron_mapping.py",
+    "tests/trainer/test_megatron_pretrained.py",
     "tests/trainer/test_vocabulary_shard.py",
 )
 TESTS_S = 900

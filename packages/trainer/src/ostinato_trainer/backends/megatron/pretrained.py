@@ -80,11 +80,7 @@ class PretrainedTensors:
         return tensors
 
     def value_head(self, hidden_size: int) -> tuple[str, ...]:
-        """The names of the tensors of the scalar head that these have, or are given now: one that is zero.
-
-        Raises:
-            BackendError: the head is wider than one number.
-        """
+        """The names of the tensors of the scalar head that these have, or are given now: one that is zero."""
         weight, bias = "score.weight", "score.bias"
         stored = self._files.keys() | self._loaded.keys()
         if weight not in stored:
