@@ -286,6 +286,7 @@ def take_steps_of_values(critic: RankGroupCritic, local: LocalCritic, numbers: r
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_ranks_that_share_tokens_and_a_critic_on_them(model_folder: Path, tmp_path: Path) -> None:
     """Two ranks with halves of each micro-batch's tokens do what one device does, and so does the critic that they hold; then four ranks, pairs of
     which share tokens, go on from their checkpoints, and from one device's."""
@@ -314,6 +315,7 @@ def test_ranks_that_share_tokens_and_a_critic_on_them(model_folder: Path, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_adapters_on_ranks_are_those_of_one_device(model_folder: Path, tmp_path: Path) -> None:
     """Adapters of a rank below the number of ranks: five steps, merged weights for engines and the model folder as of one device; the model without
     them is the reference. A single rank goes on from the checkpoint, and from a folder of adapters."""

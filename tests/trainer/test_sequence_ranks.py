@@ -127,6 +127,12 @@ def test_a_configuration_that_cannot_share_tokens_is_refused(overrides: tuple[st
     assert not strategy_problems(load_config([], SHARDED))
 
 
+def test_adapters_and_a_critic_are_no_problem_of_sharded_ranks() -> None:
+    """What ranks of another strategy refuse runs on sharded ones, which share tokens at that."""
+    keys = ("actor_rollout_ref.model.lora_rank=8", "algorithm.adv_estimator=gae")
+    assert not strategy_problems(load_config([], [*SHARDED, *keys]))
+
+
 def test_ranks_that_share_tokens_have_each_a_budget() -> None:
     """Four ranks hold a sequence four times as long as the budget of one; a longer one is refused with what each would need."""
     budget = (

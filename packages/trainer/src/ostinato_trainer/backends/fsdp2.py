@@ -217,7 +217,9 @@ class Fsdp2Rank:
                 if self._mesh.rank == 0:
                     whole[name] = tensor.to(HOST)
             for name, tensor in ({} if adapters is None else adapters.parameters()).items():
-                alone[name] = gathered(tensor, self._device)
+                part = gathered(tensor, self._device)
+                if self._mesh.rank == 0:
+                    alone[name] = part.to(HOST)
         error: Exception | None = None
         if self._mesh.rank == 0:
             try:

@@ -89,7 +89,7 @@ class ShardedModel:
         """Of the weights that it began with, without adapters; see `state.fingerprint`."""
         self.model, self.adapters = source.without_memory(outline, options.parameter_dtype)
         num_heads = getattr(outline.config.get_text_config(), "num_attention_heads", None)
-        if mesh.sequence_ranks is not None and num_heads:
+        if mesh.sequence_ranks is not None and isinstance(num_heads, int):  # where layers differ, each is asked itself
             mesh.sequence_ranks.check_heads(num_heads)
         if admit is not None:
             admit(self.model)
