@@ -23,6 +23,7 @@ TESTS = (
     "tests/trainer/test_megatron_mapping.py",
     "tests/trainer/test_megatron_pretrained.py",
     "tests/trainer/test_vocabulary_shard.py",
+    "tests/benchmarks/test_megatron.py",
 )
 TESTS_S = 900
 
