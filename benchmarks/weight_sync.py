@@ -95,7 +95,7 @@ def make_checkpoint(folder: Path, shape: str, dtype: str, device: str) -> None:
 
     torch.manual_seed(0)
     sizes: dict[str, Any] = dict(SHAPES[shape])
-    config = Qwen3Config(**sizes, max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=0.05)
+    config = Qwen3Config(**sizes, max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=0.02)
     with torch.device(device):
         model = Qwen3ForCausalLM(config)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
@@ -119,7 +119,7 @@ def config_of(options: argparse.Namespace, model: Path, output: Path) -> Any:
             f"actor_rollout_ref.model.path={model}",
             "actor_rollout_ref.actor.strategy=fsdp2",
             f"actor_rollout_ref.actor.dtype={options.dtype}",
-            "actor_rollout_ref.actor.optim.lr=1e-3",
+            "actor_rollout_ref.actor.optim.lr=1e-4",
             "actor_rollout_ref.actor.use_kl_loss=false",
             "actor_rollout_ref.rollout.max_num_seqs=64",
             "data.max_prompt_length=256",

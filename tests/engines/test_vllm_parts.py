@@ -645,3 +645,15 @@ def test_a_worker_s_weights_can_be_compared_by_their_bits():
     worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
     raw = model[0].weight.detach().view(torch.int16).numpy().tobytes()
     assert WeightExtension.ostinato_weight_digests(worker) == {"0.weight": hashlib.sha256(raw).hexdigest()}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_worker_copies_what_comes_to_its_device(device):
+    """What vLLM keeps of a stream is a copy on the worker's device, whose values stay when the stream's memory is used again."""
+    shared = torch.arange(6.0)
+    worker = SimpleNamespace(device=torch.device(device))
+    kept = dict(WeightExtension._ostinato_copies(worker, [("a", shared[:3]), ("b", shared[3:])]))
+    shared.zero_()
+    assert all(tensor.device.type == device for tensor in kept.values())
+    if device == "cpu":
+        assert torch.equal(torch.cat(list(kept.values())), torch.arange(6.0))

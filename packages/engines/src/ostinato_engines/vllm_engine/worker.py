@@ -83,9 +83,10 @@ class WeightExtension:
 
     def _ostinato_apply(self, update: "IncomingUpdate") -> None:
         try:
-            # vLLM keeps the tensors of a layer until the layer is complete, and the sender uses their memory again.
+            # vLLM keeps the tensors of a layer until the layer is complete, and the sender uses their memory again. A copy in new memory
+            # of the host would cost more than the way to the device.
             with self._ostinato_config(), self._ostinato_quiet(update.manifest):
-                self.reload_weights(weights_iterator=((name, tensor.clone()) for name, tensor in update))
+                self.reload_weights(weights_iterator=self._ostinato_copies(update))
             self._ostinato_pack_tied()
             devices.empty_cache(self.device)  # of copies that came and went: on a shared device somebody else wants it
             update.finish()
@@ -96,6 +97,10 @@ class WeightExtension:
                 with suppress(WeightUpdateError):  # the sender may be gone
                     update.fail(error)
             raise
+
+    def _ostinato_copies(self, update: "IncomingUpdate") -> Iterator[tuple[str, Any]]:
+        for name, tensor in update:
+            yield name, tensor.to(self.device, copy=True)
 
     def _ostinato_pack_tied(self) -> None:
         """A tied output head is sent no tensor, so that vLLM keeps the copy that it packed of the old one for the CPU."""
@@ -118,7 +123,7 @@ class WeightExtension:
     @contextmanager
     def _ostinato_quiet(self, manifest: WeightManifest) -> Iterator[None]:
         """vLLM warns of every layer that gets no weights; in an update in part the others are to get none."""
-        names = (f"{_RELOAD}.layerwise", self.model_runner.reload_weights.__module__) if manifest.is_partial else ()
+        names = (_RELOAD, self.model_runner.reload_weights.__module__) if manifest.is_partial else ()
         levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
         for each in levels:
             each.setLevel(logging.ERROR)
