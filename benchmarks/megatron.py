@@ -291,6 +291,9 @@ def train(
     finally:
         group.close()
     if micro_batch is not None:
+        gc.collect()  # of the curves' models
+        if ranks.device != HOST:
+            torch.cuda.reset_peak_memory_stats()
         figures["update_of_local"] = speed(local(max_tokens_per_forward=10**6), micro_batch, ranks.device, rounds)
     return figures
 
