@@ -25,7 +25,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ostinato_trainer.algorithms.aggregation import with_loss_weights
 from ostinato_trainer.algorithms.policy_losses import PolicyLossOptions, policy_loss_fn
-from ostinato_trainer.backends import packing
+from ostinato_trainer.backends import fused_attention, packed_attention
 from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.segments import Segment
@@ -67,6 +67,13 @@ def flops_per_token(model: Any) -> float:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     config = model.config
     return 6.0 * num_parameters + 6.0 * config.num_hidden_layers * config.hidden_size * LENGTH
+
+
+def attention() -> str:
+    """What packed rows are attended with."""
+    if fused_attention._kernels() is not None:
+        return "flash-attn-4"
+    return "sequence" if packed_attention._VARLEN is None else "torch"
 
 
 def seconds_of(call: Any, rounds: int) -> float:
@@ -111,6 +118,7 @@ def measure(name: str, *, compiled: bool, num_sequences: int, rounds: int, peak:
     return {
         "layout": "padded" if backend.pads_sequences else "packed",
         "compiled": compiled,
+        "attention": attention(),
         "tokens": num_tokens,
         "update_tokens_per_s": round(num_tokens / update_s),
         "logprob_tokens_per_s": round(num_tokens / logprob_s),
@@ -159,17 +167,19 @@ def main() -> int:
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument(
         "--attention",
-        choices=("varlen", "sequence"),
-        default="varlen",
-        help="one kernel for all sequences, or a call each",
+        choices=("best", "torch", "sequence"),
+        default="best",
+        help="what is there, torch's kernel for all sequences, or a call each",
     )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("this benchmark needs a GPU", file=sys.stderr)
         return 1
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if arguments.attention != "best":
+        fused_attention._kernels = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
     if arguments.attention == "sequence":
-        packing._VARLEN = None
+        packed_attention._VARLEN = None
     figures = measure_all(
         tuple(arguments.shape),
         compiled=not arguments.eager,
