@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +215,33 @@ def test_the_console_shows_what_its_encoding_does_not_have() -> None:
     log.log_generations(1, [{"output": "\u00e9\ud800"}])
     assert log.names == ("console",)
     assert stream.buffer.getvalue() == b"[step 1] output: \\xe9\\ud800\n"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(("fails", "end"), [(True, "failed"), (False, "finished")])
+def test_loggers_are_told_how_a_run_has_ended(
+    quickstart_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool, end: str
+) -> None:
+    """A run that a callback ends with an error is a failed one to its loggers, and one that comes to its end a finished one."""
+    from ostinato_trainer.assembly import run_training
+    from ostinato_trainer.config.loading import load_config
+    from ostinato_trainer.errors import CallbackError
+
+    (tmp_path / "failing.py").write_text(
+        f"class Callback:\n    def on_train_begin(self, step, total):\n        if {fails}:\n            raise ValueError\n"
+    )
+    told = []
+    monkeypatch.setattr(Loggers, "close", lambda self, end=None: told.append(end))
+    overrides = [
+        "trainer.val_only=true",
+        "data.val_max_samples=1",
+        "data.max_response_length=16",
+        "trainer.logger=[jsonl]",
+    ]
+    places = [
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+        f"trainer.callbacks=[{tmp_path / 'failing.py'}:Callback]",
+    ]
+    config = load_config([quickstart_home / "config.yaml"], [*overrides, *places])
+    with pytest.raises(CallbackError) if fails else nullcontext():
+        run_training(config)
+    assert told == [end]
