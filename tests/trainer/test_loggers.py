@@ -17,6 +17,7 @@ from rich.console import Console
 
 from ostinato_trainer.config import Config, TrainerConfig
 from ostinato_trainer.errors import LoggerError
+from ostinato_trainer.loggers.base import RunEnd
 from ostinato_trainer.loggers.group import ConsoleLogger, JsonlLogger, Loggers
 
 METRICS = {
@@ -230,7 +231,13 @@ def test_loggers_are_told_how_a_run_has_ended(
         f"class Callback:\n    def on_train_begin(self, step, total):\n        if {fails}:\n            raise ValueError\n"
     )
     told = []
-    monkeypatch.setattr(Loggers, "close", lambda self, end=None: told.append(end))
+    close = Loggers.close
+
+    def remember(self: Loggers, end: RunEnd) -> None:
+        told.append(end)
+        close(self, end)
+
+    monkeypatch.setattr(Loggers, "close", remember)
     overrides = [
         "trainer.val_only=true",
         "data.val_max_samples=1",
