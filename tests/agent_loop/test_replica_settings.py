@@ -150,7 +150,7 @@ async def test_a_wait_for_a_place_has_the_configured_deadline(world, managed):
     gate = asyncio.Event()
     server = ScriptedServer(lambda request: "hello<|im_end|>", encode=world.encode, gate=gate)
     manager = managed([server], admission=AdmissionConfig(max_sessions=1, timeout_s=0.05))
-    asyncio.get_running_loop().call_later(0.3, gate.set)
+    asyncio.get_running_loop().call_later(2.0, gate.set)
     batch = await manager.generate_sequences([ROW] * 2, n=1, step=0)
     failures = [trajectory.failure for trajectory in batch.trajectories]
     assert [failure is None or failure.kind for failure in failures] == [True, FailureKind.TIMEOUT]
