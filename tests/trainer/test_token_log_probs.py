@@ -1,11 +1,14 @@
 """Chunked log-probabilities are the whole ones, gradients included, in memory that no vocabulary enlarges."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ostinato_engines.device import DeviceMemory
 from ostinato_trainer.backends import token_log_probs
 from ostinato_trainer.backends.base import EntropyMode
 from ostinato_trainer.backends.token_log_probs import chosen_log_probs
@@ -183,3 +186,15 @@ def test_no_token_is_no_trouble():
     assert log_probs.shape == (0,)
     log_probs.sum().backward()
     assert not hidden.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("free", "reserved", "allocated", "kept"),
+    [(2**20, 0, 0, 32), (2**10, 0, 0, 1), (2**10, 2**14, 2**12, 13), (0, 7, 7, 0)],
+)
+def test_a_gpu_keeps_no_more_logits_than_it_has_room_for(monkeypatch, free, reserved, allocated, kept):
+    """A sixteenth of the device's memory at most, and a quarter of what nobody uses of it: in chunks of 128 logits of 2 bytes."""
+    memory = DeviceMemory(total=2**17, free=free, reserved=reserved, allocated=allocated)
+    monkeypatch.setattr(token_log_probs, "device_memory", lambda _: memory)
+    hidden = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    assert token_log_probs._kept_chunks(hidden, 16, 8) == kept  # pyright: ignore[reportArgumentType]

@@ -30,7 +30,9 @@ _CHUNK_ELEMENTS_ELSEWHERE: Final = 2**28
 _KEPT_ELEMENTS: Final = {HOST: 2**25}
 _KEPT_ELEMENTS_ELSEWHERE: Final = 2**30
 _KEPT_SHARE: Final = 1 / 16
-"""Logits that may wait for the backward pass; those of further chunks are computed again. On CUDA they may take a share of the device's memory."""
+_KEPT_OF_FREE: Final = 1 / 4
+"""Logits that may wait for the backward pass; those of further chunks are computed again. On CUDA they may take a share of the device's memory, and of
+what is free of it."""
 
 _ADDS_MIXED: Final = TorchVersion(torch.__version__) >= "2.10"
 """Whether `addmm` on CUDA adds a 16-bit product to a float32 sum; 2.8 and 2.9 know the argument, but want the sum in 16 bits."""
@@ -336,16 +338,11 @@ def _chunk_tokens(kind: str, vocab_size: int) -> int:
 def _kept_chunks(hidden: Tensor, size: int, vocab_size: int) -> int:
     """Chunks of `size` targets whose logits may be kept where hidden states such as these are."""
     elements = _KEPT_ELEMENTS.get(hidden.device.type, _KEPT_ELEMENTS_ELSEWHERE)
-    if hidden.device.type == CUDA:
-        elements = int(_KEPT_SHARE * _device_bytes(hidden.device)) // _compute_dtype(hidden).itemsize
+    memory = device_memory(hidden.device) if hidden.device.type == CUDA else None
+    if memory is not None:
+        free = memory.free + memory.reserved - memory.allocated
+        elements = int(min(_KEPT_SHARE * memory.total, _KEPT_OF_FREE * free)) // _compute_dtype(hidden).itemsize
     return elements // (size * vocab_size)
-
-
-@cache
-def _device_bytes(device: torch.device) -> int:
-    memory = device_memory(device)
-    assert memory is not None  # the kind counts
-    return memory.total
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
