@@ -31,8 +31,8 @@ _KEPT_ELEMENTS: Final = {HOST: 2**25}
 _KEPT_ELEMENTS_ELSEWHERE: Final = 2**30
 _KEPT_SHARE: Final = 1 / 16
 _KEPT_OF_FREE: Final = 1 / 4
-"""Logits that may wait for the backward pass; those of further chunks are computed again. On CUDA they may take a share of the device's memory, and of
-what is free of it."""
+"""Logits that may wait for the backward pass; those of further chunks are computed again. On CUDA they may take a share of the device's memory
+and of what is free of it."""
 
 _ADDS_MIXED: Final = TorchVersion(torch.__version__) >= "2.10"
 """Whether `addmm` on CUDA adds a 16-bit product to a float32 sum; 2.8 and 2.9 know the argument, but want the sum in 16 bits."""
