@@ -14,6 +14,7 @@ NOT_BENCHMARKS = {
     "matrix_script",
     "matrix_templates",
     "megatron",
+    "shapes",
     "step_peer",
     "step_run",
     "step_task",

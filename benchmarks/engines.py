@@ -27,6 +27,7 @@ from collections.abc import Sequence
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.shapes import QWEN3_0_6B, SMOLLM2_135M
 from ostinato_engines import SamplingParams
 from ostinato_engines.device import HOST, pick_device, synchronize
 from ostinato_engines.transformers_server import TransformersServer
@@ -41,24 +42,8 @@ TIE = 0.25
 
 SHAPES = {
     # The width of SmolLM2-135M, the smallest model that people train, with six of its thirty layers and 8192 ids.
-    "small": {
-        "vocab_size": 8192,
-        "hidden_size": 576,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "intermediate_size": 1536,
-    },
-    "qwen3-0.6b": {
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 3072,
-    },
+    "small": {**SMOLLM2_135M, "vocab_size": 8192, "num_hidden_layers": 6},
+    "qwen3-0.6b": QWEN3_0_6B,
 }
 
 

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
 
+from benchmarks.shapes import QWEN3_0_6B, SMOLLM2_135M
 from ostinato_engines.device import HOST, empty_cache, is_available, max_memory_allocated, synchronize
 from ostinato_trainer.algorithms.advantages import with_advantages
 from ostinato_trainer.algorithms.aggregation import with_loss_weights
@@ -52,26 +53,8 @@ from ostinato_trainer.batch import Batch
 from ostinato_trainer.segments import Segment
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "135M": {
-        "model_type": "llama",
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-    },
-    "0.6B": {
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
+    "135M": {"model_type": "llama", **SMOLLM2_135M},
+    "0.6B": {"model_type": "qwen3", **QWEN3_0_6B},
     "tiny": {
         "model_type": "qwen3",
         "vocab_size": 512,

@@ -13,24 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.shapes import QWEN3_1_7B, SMOLLM2_135M, sizes
+
 END, CALL = "<|im_end|>", '<tool_call>\n{"name": "lookup", "arguments": {"key": "k"}}\n</tool_call>'
 SPECIAL = ("<|endoftext|>", "<|im_start|>", END)
 LATENCY = "STEP_LATENCY_S"
 """The variable of the environment that says how long a call of the tool takes."""
-FIELDS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-)
-SHAPES = {
-    "tiny": dict(zip(FIELDS, (64, 192, 2, 2, 2, 32, 512), strict=True)),
-    "135M": dict(zip(FIELDS, (576, 1536, 30, 9, 3, 64, 49152), strict=True)),
-    "1.7B": dict(zip(FIELDS, (2048, 6144, 28, 16, 8, 128, 151936), strict=True)),
-}
+SHAPES = {"tiny": sizes(512, 64, 2, 2, 2, 32, 192), "135M": SMOLLM2_135M, "1.7B": QWEN3_1_7B}
 LLAMAS = ("135M",)
 """The others are Qwen3."""
 _COMMON, _DAMPED = 0.1, 1e-4

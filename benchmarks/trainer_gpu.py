@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.shapes import QWEN3_0_6B, QWEN3_1_7B, SMOLLM2_135M
 from ostinato_trainer.algorithms.aggregation import with_loss_weights
 from ostinato_trainer.algorithms.policy_losses import PolicyLossOptions, policy_loss_fn
 from ostinato_trainer.backends import fused_attention, packed_attention
@@ -30,20 +31,7 @@ from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.segments import Segment
 
-FIELDS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-)
-SHAPES = {
-    "135M": dict(zip(FIELDS, (576, 1536, 30, 9, 3, 64, 49152), strict=True)),
-    "0.6B": dict(zip(FIELDS, (1024, 3072, 28, 16, 8, 128, 151936), strict=True)),
-    "1.7B": dict(zip(FIELDS, (2048, 6144, 28, 16, 8, 128, 151936), strict=True)),
-}
+SHAPES = {"135M": SMOLLM2_135M, "0.6B": QWEN3_0_6B, "1.7B": QWEN3_1_7B}
 LENGTH = 4096
 SEQUENCES = {"135M": 16, "0.6B": 8, "1.7B": 4}
 """Sequences of one micro-batch."""

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks.shapes import QWEN3_1_7B, SMOLLM2_135M, sizes
 from ostinato_engines import SamplingParams, WeightManifest
 from ostinato_engines import device as devices
 from ostinato_engines.testing import WeightUpdate, check_server
@@ -40,35 +41,7 @@ from ostinato_engines.vllm_server import VLLMServer
 PROMPT_TOKENS = 64
 MAX_POSITIONS = 16_384
 LLAMAS = ("smollm2-135m",)
-SHAPES: dict[str, dict[str, int]] = {
-    "small": {
-        "vocab_size": 8192,
-        "hidden_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "intermediate_size": 1536,
-    },
-    "smollm2-135m": {
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "intermediate_size": 1536,
-    },
-    "qwen3-1.7b": {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 6144,
-    },
-}
+SHAPES = {"small": sizes(8192, 512, 4, 8, 2, 64, 1536), "smollm2-135m": SMOLLM2_135M, "qwen3-1.7b": QWEN3_1_7B}
 
 
 def new_model(shape: str, dtype: str, seed: int) -> Any:

@@ -42,35 +42,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "intermediate_size": 96,
-    },
-    "0.6b": {
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 3072,
-    },
-    "1.7b": {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 6144,
-    },
-}
+from benchmarks.shapes import QWEN3_0_6B, QWEN3_1_7B, sizes
+
+SHAPES = {"tiny": sizes(512, 64, 2, 4, 2, 32, 96), "0.6b": QWEN3_0_6B, "1.7b": QWEN3_1_7B}
 ROOT = Path(__file__).resolve().parents[1]
 BEGAN = time.perf_counter()
 WAYS = ("local", "lora", "host", "disk", "in_process")
