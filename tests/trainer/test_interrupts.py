@@ -9,16 +9,7 @@ import pytest
 from ostinato_trainer.interrupts import TERMINATED, run_interruptibly, terminated_as_interrupted
 
 
-@pytest.fixture(autouse=True)
-def _usual_handlers() -> object:
-    """Handlers as a program has them that was started in the foreground."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.getsignal(number) for number in numbers]
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("usual_handlers")
 
 
 async def interrupted_in_a_lock(number: int) -> None:

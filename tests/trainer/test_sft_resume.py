@@ -141,6 +141,7 @@ main()
 """The command, killed when it is about to rename a file or folder whose path contains the first argument."""
 
 
+@pytest.mark.usefixtures("usual_handlers")
 def test_sigterm_stops_a_run_as_ctrl_c_does(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Terminated after step 3 it ends with status 143, keeps the checkpoint of step 2 and lets the folder go; the same run goes on from there."""
     more = ("trainer.save_freq=2",)
