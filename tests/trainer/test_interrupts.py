@@ -8,7 +8,6 @@ import pytest
 
 from ostinato_trainer.interrupts import TERMINATED, run_interruptibly, terminated_as_interrupted
 
-
 pytestmark = pytest.mark.usefixtures("usual_handlers")
 
 
