@@ -9,7 +9,8 @@ import pytest
 
 @pytest.fixture
 def usual_handlers() -> Iterator[None]:
-    """Handlers of signals as a program has them that was started in the foreground, whatever earlier tests have left: Ray sets its own."""
+    """Handlers of signals as a program has them that was started in the foreground, whatever earlier tests have left (Ray sets its own) and
+    however this one was started (in the background a shell ignores SIGINT)."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.getsignal(number) for number in numbers]
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -22,6 +22,8 @@ from ostinato_trainer.interrupts import run_interruptibly
 from ostinato_trainer.loop.watchdog import Standstill, Watchdog
 from ostinato_trainer.loop.work_thread import WorkThread
 
+pytestmark = pytest.mark.usefixtures("usual_handlers")
+
 LONG_S = 60.0
 FAIL = WatchdogConfig(warn_after_s=None, fail_after_s=0.2)
 WARN = WatchdogConfig(warn_after_s=0.05, fail_after_s=None)
