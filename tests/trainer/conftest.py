@@ -29,3 +29,14 @@ def quickstart_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_files(folder, seed=0)
     (folder / "warm_start").symlink_to(folder / "model")
     return folder
+
+
+@pytest.fixture
+def mlflow_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a store of the test's own, which is MLflow's until the test is over; what a program has set goes before the environment."""
+    mlflow = pytest.importorskip("mlflow")
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    mlflow.set_tracking_uri(store)
+    yield store
+    mlflow.set_tracking_uri(None)

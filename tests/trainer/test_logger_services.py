@@ -147,13 +147,11 @@ def test_steps_that_trackio_has_are_recorded_again_in_a_run_of_another_name(
 
 
 @pytest.mark.slow
-def test_mlflow_shows_how_a_run_has_ended_and_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("mlflow_store")
+def test_mlflow_shows_how_a_run_has_ended_and_each_step_once(tmp_path: Path) -> None:
     """A run that failed is FAILED, one that was killed KILLED; taken up where it stood it goes on and can finish, taken up before that the steps
     that are done again are those of a run below it."""
     mlflow = pytest.importorskip("mlflow")
-    store = f"sqlite:///{tmp_path}/mlflow.db"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
-    mlflow.set_tracking_uri(store)
     config = config_for(tmp_path, "mlflow")
 
     def of(ids: dict[str, str]) -> tuple[str, list[int], dict[str, str]]:

@@ -144,11 +144,10 @@ def test_a_missing_extra_prints_its_install_line(monkeypatch: pytest.MonkeyPatch
         Loggers.from_config(config)
 
 
-def test_mlflow_records_metrics_and_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("mlflow_store")
+def test_mlflow_records_metrics_and_settings() -> None:
     """With the extra, metrics and every key of the configuration are in the tracking store."""
     mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     log = Loggers.from_config(Config(trainer=TrainerConfig(logger=("mlflow",), project_name="p", experiment_name="e")))
     log.describe({"versions/engine": "vllm 0.32.0"})
     log.log(1, METRICS | {"val-core//data/../" + "x" * 300 + "/acc/mean@1": 0.25})

@@ -65,15 +65,15 @@ def last_step(recipe: str, home: Path, rows: Path, folder: Path, *overrides: str
 
 
 @pytest.mark.slow
-def test_a_tool_agent_with_traces_in_mlflow(quickstart_home: Path, rows: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_tool_agent_with_traces_in_mlflow(
+    quickstart_home: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mlflow_store: str
+) -> None:
     """Qwen2.5-3B GSM8K tool agent: metrics and traces are in MLflow's store."""
     mlflow = pytest.importorskip("mlflow")
-    store = f"sqlite:///{tmp_path}/mlflow.db"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
     monkeypatch.chdir(tmp_path)
     step = last_step("qwen2_5_3b_gsm8k_tool_agent_mlflow", quickstart_home, rows, tmp_path / "run")
     assert math.isfinite(step["actor/pg_loss"])
-    client = mlflow.MlflowClient(tracking_uri=store)
+    client = mlflow.MlflowClient(tracking_uri=mlflow_store)
     experiment = client.get_experiment_by_name("gsm8k")
     assert len(client.search_runs([experiment.experiment_id])) == 1
     assert client.search_traces(experiment_ids=[experiment.experiment_id])
