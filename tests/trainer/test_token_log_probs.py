@@ -1,7 +1,5 @@
 """Chunked log-probabilities are the whole ones, gradients included, in memory that no vocabulary enlarges."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -196,5 +194,4 @@ def test_a_gpu_keeps_no_more_logits_than_it_has_room_for(monkeypatch, free, rese
     """A sixteenth of the device's memory at most, and a quarter of what nobody uses of it: in chunks of 128 logits of 2 bytes."""
     memory = DeviceMemory(total=2**17, free=free, reserved=reserved, allocated=allocated)
     monkeypatch.setattr(token_log_probs, "device_memory", lambda _: memory)
-    hidden = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    assert token_log_probs._kept_chunks(hidden, 16, 8) == kept  # pyright: ignore[reportArgumentType]
+    assert token_log_probs._kept_chunks(torch.device("cuda"), torch.bfloat16, 16 * 8) == kept

@@ -149,6 +149,11 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     """That torch holds for this process, used or not."""
 
     @property
+    def available(self) -> int:
+        """That this process can still use: what nobody holds, and what torch holds for it without use."""
+        return self.free + self.reserved - self.allocated
+
+    @property
     def others(self) -> int:
         """That other processes hold, the driver's part for this one included."""
         return max(0, self.total - self.free - self.reserved)

@@ -40,9 +40,13 @@ def fused_attention(query: Tensor, value: Tensor) -> Callable[..., Tensor] | Non
         return None
     if max(widths) > _WIDEST_HEAD or any(width % _HEAD_STEP for width in widths):
         return None
-    if device_generation(query.device) not in _GENERATIONS:
-        return None
-    return None if _kernels() is None else _attend  # pyright: ignore[reportReturnType]  the decorator's stub knows no arguments
+    return _attend if _is_served(query.device) else None  # pyright: ignore[reportReturnType]  the decorator's stub knows no arguments
+
+
+@torch.compiler.assume_constant_result  # so that compiled layers do not look for the package
+def _is_served(device: torch.device) -> bool:
+    """Whether the package is there, and has kernels for the device."""
+    return device_generation(device) in _GENERATIONS and _kernels() is not None
 
 
 @torch.compiler.disable  # what the package does before it starts a kernel cannot be traced

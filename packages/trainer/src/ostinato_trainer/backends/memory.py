@@ -161,8 +161,8 @@ def check_state_fits(
             max(0.0, (memory.total - size.between_steps) / memory.total),
             cures,
         )
-    elif size.in_update > (left := memory.free + memory.reserved - memory.allocated):
-        _logger.warning("Memory may run out: %s, of which %s is free", text, _gib(left))
+    elif size.in_update > memory.available:
+        _logger.warning("Memory may run out: %s, of which %s is free", text, _gib(memory.available))
 
 
 def has_run_out(error: BaseException) -> bool:

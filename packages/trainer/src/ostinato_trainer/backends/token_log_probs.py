@@ -74,7 +74,7 @@ def chosen_log_probs(
     kind = hidden.device.type
     size = chunk_tokens or _chunk_tokens(kind, vocab_size)
     if isinstance(head, nn.Linear) and _is_plain(head):
-        settings = _Settings(1 / temperature, entropy, size, _kept_chunks(hidden, size, vocab_size), compiled)
+        settings = _Settings(1 / temperature, entropy, size, compiled)
         chosen, spread = _LinearHead.apply(hidden, head.weight, head.bias, targets, settings)
     else:
         chosen, spread = _any_head(hidden, targets, head, temperature, entropy, size)
@@ -155,7 +155,7 @@ def chosen_log_probs_of_shard(
     """
     kind, width = hidden.device.type, weight.shape[0]
     size = chunk_tokens or _chunk_tokens(kind, width)
-    settings = _Settings(1 / temperature, entropy, size, _kept_chunks(hidden, size, width), False, shard)
+    settings = _Settings(1 / temperature, entropy, size, False, shard)
     chosen, spread = _LinearHead.apply(hidden, weight, None, targets, settings)
     return chosen, None if entropy is EntropyMode.OFF else spread
 
@@ -168,11 +168,10 @@ class _Settings:
         scale: float,
         entropy: EntropyMode,
         size: int,
-        num_kept: int,
         compiled: bool,
         shard: VocabularyShard | None = None,
     ) -> None:
-        self.scale, self.entropy, self.size, self.num_kept, self.shard = scale, entropy, size, num_kept, shard
+        self.scale, self.entropy, self.size, self.shard = scale, entropy, size, shard
         if shard is not None:
             self.summary, self.gradient = shard.summary, shard.gradient
             return
@@ -193,7 +192,7 @@ class _LinearHead(torch.autograd.Function):
         chosen, normalizer, spread = (hidden.new_zeros(len(targets), dtype=exact) for _ in range(3))
         with_entropy = settings.entropy is not EntropyMode.OFF
         kept: list[Tensor] = []
-        num_kept = settings.num_kept if any(ctx.needs_input_grad) else 0
+        num_kept = _kept_chunks(hidden.device, compute, settings.size * len(weight)) if any(ctx.needs_input_grad) else 0
         with torch.autocast(kind, enabled=False):
             table, offset = weight.to(compute), None if bias is None else bias.to(compute)
             for part in _chunks(len(targets), settings.size):
@@ -335,20 +334,13 @@ def _chunk_tokens(kind: str, vocab_size: int) -> int:
     return max(1, _CHUNK_ELEMENTS.get(kind, _CHUNK_ELEMENTS_ELSEWHERE) // vocab_size)
 
 
-def _kept_chunks(hidden: Tensor, size: int, vocab_size: int) -> int:
-    """Chunks of `size` targets whose logits may be kept where hidden states such as these are."""
-    elements = _KEPT_ELEMENTS.get(hidden.device.type, _KEPT_ELEMENTS_ELSEWHERE)
-    memory = device_memory(hidden.device) if hidden.device.type == CUDA else None
+def _kept_chunks(device: torch.device, dtype: torch.dtype, chunk: int) -> int:
+    """Chunks of so many logits that may be kept on a device."""
+    elements = _KEPT_ELEMENTS.get(device.type, _KEPT_ELEMENTS_ELSEWHERE)
+    memory = device_memory(device) if device.type == CUDA else None
     if memory is not None:
-        free = memory.free + memory.reserved - memory.allocated
-        elements = int(min(_KEPT_SHARE * memory.total, _KEPT_OF_FREE * free)) // _compute_dtype(hidden).itemsize
-    return elements // (size * vocab_size)
-
-
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    """Of the logits."""
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        elements = int(min(_KEPT_SHARE * memory.total, _KEPT_OF_FREE * memory.available)) // dtype.itemsize
+    return elements // chunk
 
 
 def _chunks(count: int, size: int) -> list[slice]:
