@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 """Where Ray's own tools, `ray job submit` among them, say which cluster to use."""
+NUM_STARTS = 3
+_TOO_SLOW = "timed out during startup"
+"""Of what Ray says then."""
 _POLL_S = 0.5
 
 
@@ -72,21 +75,35 @@ def connected(
         options["runtime_env"] = dict(runtime_env)
     before, own = descendants(os.getpid()), None
     try:
-        _init(options)
+        init_ray(options)
         own = descendants(os.getpid()) - before
         yield
     finally:
         _leave(descendants(os.getpid()) - before if own is None else own)
 
 
-def _init(options: Mapping[str, Any]) -> None:
-    try:
-        with _own_signals():
-            ray.init(**options, configure_logging=False)
-    except (ConnectionError, RayError, RuntimeError, ValueError, TypeError) as error:
-        raise ClusterError(
-            f"a cluster must be reached at {options['address']}, got {ray_in_short(error)}; check the address and the settings for Ray"
-        ) from error
+def init_ray(options: Mapping[str, Any]) -> None:
+    """`ray.init` with these options, which keeps this process's signal handlers; a cluster that is started here is tried again where Ray's
+    own limit for that, 30 s, ran out: on a busy host it takes longer.
+
+    Raises:
+        ClusterError: There is no cluster at the address, or Ray does not take the settings, or the cluster did not start in time so often.
+    """
+    for number in range(1, NUM_STARTS + 1):
+        before = descendants(os.getpid())
+        try:
+            with _own_signals():
+                ray.init(**options, configure_logging=False)
+            return
+        except Exception as error:  # Ray raises anything, a bare Exception where its node was too slow
+            if number == NUM_STARTS or _TOO_SLOW not in str(error):
+                raise ClusterError(
+                    f"a cluster must be reached at {options['address']}, got {ray_in_short(error)}; check the address and the settings for Ray"
+                ) from error
+            logger.warning(
+                "the local cluster did not start in Ray's time, at attempt %d of %d; trying again", number, NUM_STARTS
+            )
+        _kill(descendants(os.getpid()) - before)
 
 
 @contextlib.contextmanager
@@ -106,10 +123,17 @@ def _leave(own: set[int]) -> None:
     """Disconnects, and sees to it that nothing is left of what that had started here."""
     started = own.union(*map(descendants, own))
     ray.shutdown()
-    for pid in wait_until_gone(started):
+    left = wait_until_gone(started)
+    for pid in left:
         logger.warning("process %d of the local cluster had to be killed", pid)
+    _kill(left)
+
+
+def _kill(pids: set[int]) -> None:
+    for pid in pids.union(*map(descendants, pids)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    wait_until_gone(pids)
 
 
 def cluster_nodes() -> list[ClusterNode]:

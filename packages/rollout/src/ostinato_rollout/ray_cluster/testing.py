@@ -17,6 +17,7 @@ import ray
 from ostinato_engines import SamplingParams, TokenOutput, WeightManifest
 from ostinato_engines.testing import ScriptedServer
 from ostinato_engines.testing.scripted import RecordedRequest
+from ostinato_rollout.ray_cluster.cluster import init_ray
 from ostinato_rollout.ray_cluster.host_processes import descendants, is_running, wait_until_gone
 from ostinato_tokenization.testing import tiny_chat_tokenizer
 
@@ -45,15 +46,16 @@ def local_cluster(*, num_cpus: int = 16, num_gpus: int = 0) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     before, own = descendants(os.getpid()), set()
     try:
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
-            include_dashboard=False,
-            _temp_dir=folder,
-            object_store_memory=_STORE_BYTES,
-            log_to_driver=False,
-            configure_logging=False,
+        init_ray(
+            {
+                "address": "local",
+                "num_cpus": num_cpus,
+                "num_gpus": num_gpus,
+                "include_dashboard": False,
+                "_temp_dir": folder,
+                "object_store_memory": _STORE_BYTES,
+                "log_to_driver": False,
+            }
         )
         own = descendants(os.getpid()) - before
         yield
