@@ -3,40 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-import time
+
+import pytest
 
 from ostinato_agent_loop import AgentLoopBase, AgentLoopOutput, RewardResult, register
 from ostinato_rollout import FailureKind, SessionStateError
 
 DONE = "All done.<|im_end|>"
 SHORT = {"trajectory_timeout_s": 1.0, "reward_timeout_s": 0.1, "cancel_grace_s": 0.05}
-LONG_S = 60  # nobody who is deaf goes on for longer, or a test that fails would not end
 
 
 class Deaf:
     """Work that swallows every cancellation until it is let go."""
 
-    def __init__(self) -> None:
-        self.let_go, self.ended = asyncio.Event(), asyncio.Event()
+    def __init__(self, let_go: asyncio.Event) -> None:
+        self.let_go, self.ended = let_go, asyncio.Event()
 
     async def __call__(self, result=None):
-        end = time.monotonic() + LONG_S
-        while not self.let_go.is_set() and time.monotonic() < end:
+        while not self.let_go.is_set():
             try:
-                async with asyncio.timeout(LONG_S):
-                    await self.let_go.wait()
-            except (asyncio.CancelledError, TimeoutError):
+                await self.let_go.wait()
+            except asyncio.CancelledError:
                 continue
         self.ended.set()
         return result
 
 
-async def test_a_deaf_agent_is_a_timeout_and_its_conversations_are_closed(world):
+@pytest.fixture
+def deaf(let_go):
+    """Work that is let go when the test ends, also when it fails."""
+    return Deaf(let_go)
+
+
+async def test_a_deaf_agent_is_a_timeout_and_its_conversations_are_closed(world, deaf):
     """An agent that swallows cancellations costs its own trajectory only: a recorded timeout, its sessions closed, and it takes
     no other turn."""
     refused: list[Exception] = []
     was_refused = asyncio.Event()
-    deaf = Deaf()
 
     @register("overtime_test_deaf")
     class DeafAgent(AgentLoopBase):
@@ -69,9 +72,8 @@ async def test_a_deaf_agent_is_a_timeout_and_its_conversations_are_closed(world)
     assert "before its trajectory is over" in str(refused[0])
 
 
-async def test_a_deaf_reward_is_a_timeout(world):
+async def test_a_deaf_reward_is_a_timeout(world, deaf):
     """A reward function that swallows cancellations gives no score, and holds nobody."""
-    deaf = Deaf()
 
     async def reward(row, outputs):
         return await deaf(RewardResult(1.0))
@@ -86,20 +88,18 @@ async def test_a_deaf_reward_is_a_timeout(world):
     assert trajectory.reward is None
 
 
-async def test_an_agent_that_asks_again_whatever_it_is_told_holds_nobody_up(world):
+async def test_an_agent_that_asks_again_whatever_it_is_told_holds_nobody_up(world, let_go):
     """Once its trajectory is given up, its conversations take their time to refuse, so the event loop stays free."""
-    stop = asyncio.Event()
 
     @register("deaf_agents_test_stubborn")
     class Stubborn(AgentLoopBase):
         async def run(self, sampling_params, *, raw_prompt, **row):
-            end = time.monotonic() + LONG_S
-            while not stop.is_set() and time.monotonic() < end:
+            while not let_go.is_set():
                 try:
                     session = self.context.open_session(row)
                     await session.extend(raw_prompt)
                     await session.generate(sampling_params)
-                    await asyncio.sleep(LONG_S)
+                    await let_go.wait()
                 except BaseException:
                     continue
 
@@ -108,4 +108,4 @@ async def test_an_agent_that_asks_again_whatever_it_is_told_holds_nobody_up(worl
     (trajectory,) = (await manager.generate_sequences(rows, n=1, step=0)).trajectories
     assert trajectory.failure.kind is FailureKind.TIMEOUT
     assert world.client.num_sticky == 0
-    stop.set()
+    let_go.set()

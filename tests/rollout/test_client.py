@@ -588,17 +588,16 @@ async def test_a_turn_that_was_cancelled_before_may_end(stub_server):
 
 
 @pytest.mark.parametrize("end", ["dies", "answers"])
-async def test_what_ends_after_its_release_leaves_nothing(stub_server, monkeypatch, output, end):
+async def test_what_ends_after_its_release_leaves_nothing(stub_server, monkeypatch, output, end, let_go):
     """A server that ignores that its turn was given up until the release has passed its deadline: no place is held
     afterwards, and nobody gets what it brings."""
     monkeypatch.setattr("ostinato_rollout.client._RELEASE_TIMEOUT_S", 0.02)
-    free = asyncio.Event()
 
     class Stubborn(stub_server):
         async def generate(self, prompt_ids, sampling_params, request_id, media=()):
-            while not free.is_set():
+            while not let_go.is_set():
                 with contextlib.suppress(asyncio.CancelledError):
-                    await free.wait()
+                    await let_go.wait()
             if end == "dies":
                 raise EngineClosedError("gone")
             return output([5])
@@ -612,7 +611,7 @@ async def test_what_ends_after_its_release_leaves_nothing(stub_server, monkeypat
     other = stub_server()
     client.add_server(other)
     await client.release("a")
-    free.set()
+    let_go.set()
     with pytest.raises(SessionStateError, match="release must follow the last turn"):
         await task
     assert (other.requests, client.num_sticky, client.num_in_flight) == ([], 0, {0: 0, 1: 0})
@@ -692,16 +691,15 @@ async def test_a_cancelled_release_still_reaches_the_replicas(stub_server):
     assert (client._ending, client.num_sticky) == (set(), 0)
 
 
-async def test_a_release_that_comes_late_spares_who_goes_on_under_the_name(stub_server):
+async def test_a_release_that_comes_late_spares_who_goes_on_under_the_name(stub_server, let_go):
     """A release that was cancelled while the turn would not end tells no replica if the name is in
     use again by then; the next release tells all."""
-    free = asyncio.Event()
 
     class Stubborn(stub_server):
         async def generate(self, prompt_ids, sampling_params, request_id, media=()):
-            while not free.is_set():
+            while not let_go.is_set():
                 with contextlib.suppress(asyncio.CancelledError):
-                    await free.wait()
+                    await let_go.wait()
             return await super().generate(prompt_ids, sampling_params, request_id, media)
 
     server, other = Stubborn(), stub_server()
@@ -714,7 +712,7 @@ async def test_a_release_that_comes_late_spares_who_goes_on_under_the_name(stub_
     with pytest.raises(asyncio.CancelledError):
         await release
     assert (await client.generate("a", [1], PARAMS)).token_ids == [99]
-    free.set()
+    let_go.set()
     with pytest.raises(SessionStateError):
         await turn
     await asyncio.gather(*client._ending)

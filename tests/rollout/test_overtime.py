@@ -41,10 +41,24 @@ class Deaf:
             self.ended.set()
 
 
+@pytest.fixture
+async def deaf():
+    """Makes deaf work, and lets all of it go when the test ends, also when it fails."""
+    made = []
+
+    def make(num_swallowed):
+        made.append(Deaf(num_swallowed))
+        return made[-1]
+
+    yield make
+    for work in made:
+        work.let_go.set()
+
+
 @pytest.mark.parametrize("num_swallowed", [0, 1, 2, 3, 100])
-async def test_work_is_cancelled_so_often_and_then_left_to_itself(num_swallowed, caplog):
+async def test_work_is_cancelled_so_often_and_then_left_to_itself(num_swallowed, deaf, caplog):
     """Whatever work swallows, its deadline holds; it is cancelled up to three times, and what goes on then is watched to its end."""
-    overtime, work = Overtime(0.02), Deaf(num_swallowed)
+    overtime, work = Overtime(0.02), deaf(num_swallowed)
     with pytest.raises(RequestTimeoutError, match="deaf work must end within"):
         await overtime.within(asyncio.timeout(0.02), work, "deaf work", lambda: "deaf work must end within its time")
     is_left = num_swallowed >= NUM_CANCELLATIONS
@@ -60,10 +74,10 @@ async def test_work_is_cancelled_so_often_and_then_left_to_itself(num_swallowed,
 
 
 @pytest.mark.parametrize("num_swallowed", [0, 1, 100])
-async def test_a_cancellation_from_outside_is_raised_whatever_the_work_swallows(num_swallowed):
+async def test_a_cancellation_from_outside_is_raised_whatever_the_work_swallows(num_swallowed, deaf):
     """Who cancels the wait gets the cancellation back, within the same bound; cancelling it again shortens that."""
     for num_cancellations in (1, 2):
-        overtime, work = Overtime(0.02 if num_cancellations == 1 else 60.0), Deaf(num_swallowed)
+        overtime, work = Overtime(0.02 if num_cancellations == 1 else 60.0), deaf(num_swallowed)
         waiting = asyncio.create_task(overtime.within(asyncio.timeout(60), work, "deaf work", lambda: "overdue"))
         await work.began.wait()
         for _ in range(1 if num_cancellations == 1 else NUM_CANCELLATIONS + 1):

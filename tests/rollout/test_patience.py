@@ -23,21 +23,20 @@ async def test_an_answer_that_came_while_the_loop_stood_still_is_in_time():
     assert await done_within(waiting, 0.2)
 
 
-async def test_work_that_ignores_its_cancellation_keeps_nobody(monkeypatch):
+async def test_work_that_ignores_its_cancellation_keeps_nobody(monkeypatch, let_go):
     """After the deadline and a moment of grace it is left to itself."""
     monkeypatch.setattr("ostinato_rollout.patience.GRACE_S", 0.01)
-    may_end = asyncio.Event()
 
     async def stubborn():
-        while not may_end.is_set():
+        while not let_go.is_set():
             try:
-                await may_end.wait()
+                await let_go.wait()
             except asyncio.CancelledError:
                 continue
 
     with pytest.raises(DeadlinePassedError):
         await result_within(stubborn(), 0.01)
-    may_end.set()
+    let_go.set()
 
 
 async def test_work_is_told_apart_from_its_deadline():

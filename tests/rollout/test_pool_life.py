@@ -308,19 +308,19 @@ async def test_weights_are_given_to_nobody_once_others_have_come(started):
     assert factory.made[0].log == ["start", "update_weights"]
 
 
-async def test_an_engine_that_goes_on_reading_gets_no_withdrawn_weights(started, monkeypatch):
+async def test_an_engine_that_goes_on_reading_gets_no_withdrawn_weights(started, monkeypatch, let_go):
     """One that makes nothing of being cancelled is refused the next tensor, so that it never has half of two policies."""
     monkeypatch.setattr("ostinato_rollout.patience.GRACE_S", 0.01)
     pool, engines, factory = await started(2)
     await pool.update_weights(manifest(5), lambda: iter([("a", 1), ("b", 2)]), replayable=True)
-    read, may_go_on, ends = [], asyncio.Event(), []
+    read, ends = [], []
 
     async def update(manifest, weights):
         weights = iter(weights)
         read.append(next(weights))
-        while not may_go_on.is_set():
+        while not let_go.is_set():
             try:
-                await may_go_on.wait()
+                await let_go.wait()
             except asyncio.CancelledError:
                 continue
         try:
@@ -337,7 +337,7 @@ async def test_an_engine_that_goes_on_reading_gets_no_withdrawn_weights(started,
     pool.take_out(engines[0], failure_of("it died"))
     await until(lambda: read)
     await pool.withdraw_weights()
-    may_go_on.set()
+    let_go.set()
     await until(lambda: ends)
     assert read == [("a", 1)]
     assert "withdrawn" in str(ends[0])
@@ -434,17 +434,16 @@ async def test_a_replica_whose_calls_hang_lets_go_of_them_when_it_is_lost(starte
     assert [output.token_ids for output in await asyncio.gather(*turns)] == [[0] * 4] * 2
 
 
-async def test_a_replica_that_ignores_cancellation_holds_nobody_up(started, monkeypatch):
+async def test_a_replica_that_ignores_cancellation_holds_nobody_up(started, monkeypatch, let_go):
     """An engine that goes on whatever it is told is lost at the deadline, and the pool goes on with another in its place."""
     monkeypatch.setattr("ostinato_rollout.patience.GRACE_S", 0.01)
     pool, engines, factory = await started(2, timeout_s=0.05)
     await pool.sleep()
-    may_end = asyncio.Event()
 
     async def stubborn(tags=None):
-        while not may_end.is_set():
+        while not let_go.is_set():
             try:
-                await may_end.wait()
+                await let_go.wait()
             except asyncio.CancelledError:
                 continue
 
@@ -452,7 +451,7 @@ async def test_a_replica_that_ignores_cancellation_holds_nobody_up(started, monk
     await pool.wake_up()
     await until(lambda: serving(pool) == [0, 1])
     assert set(pool.servers) == {engines[1], factory.made[0]}
-    may_end.set()
+    let_go.set()
 
 
 # Health

@@ -589,14 +589,13 @@ async def test_a_close_that_is_cancelled_still_waits_for_the_runs():
     assert await consuming == []
 
 
-async def test_runs_that_do_not_end_when_cancelled_are_said():
+async def test_runs_that_do_not_end_when_cancelled_are_said(let_go):
     """The close waits for them no longer than it may, and says how many there are."""
-    gate = asyncio.Event()
 
     async def run_one(run):
-        while not gate.is_set():
+        while not let_go.is_set():
             try:
-                await gate.wait()
+                await let_go.wait()
             except asyncio.CancelledError:
                 continue
 
@@ -605,7 +604,7 @@ async def test_runs_that_do_not_end_when_cancelled_are_said():
     await settle()
     with pytest.raises(RequestTimeoutError, match=r"2 cancelled runs must end within 0\.05 s"):
         await stream.aclose()
-    gate.set()
+    let_go.set()
     await stream.aclose()
     with pytest.raises(RequestTimeoutError):
         await consuming

@@ -139,20 +139,21 @@ async def test_a_cancelled_caller_waits_for_the_cleaning_up() -> None:
     assert running == {}
 
 
-async def test_a_stubborn_coroutine_is_left_with_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stubborn_coroutine_is_left_with_its_task(
+    monkeypatch: pytest.MonkeyPatch, let_go: asyncio.Event
+) -> None:
     """A coroutine that ignores its cancellation is given up after its grace; the error knows the task that still runs."""
     monkeypatch.setattr("ostinato_tools.deadline.GRACE_S", 0.001)
-    go_on = asyncio.Event()
 
     async def stubborn() -> str:
-        while not go_on.is_set():
+        while not let_go.is_set():
             with contextlib.suppress(asyncio.CancelledError):
-                await go_on.wait()
+                await let_go.wait()
         return "late"
 
     deadlines = Deadlines(0.001, asyncio.get_running_loop())
     with pytest.raises(DeadlineExceeded) as caught:
         await run_bounded(stubborn(), deadlines, "stubborn", {})
     assert not caught.value.task.done()
-    go_on.set()
+    let_go.set()
     assert await caught.value.task == "late"

@@ -222,23 +222,25 @@ async def test_the_executor_is_a_context() -> None:
         await tools.__aenter__()
 
 
-async def test_a_call_that_ignores_its_deadline_keeps_its_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_that_ignores_its_deadline_keeps_its_instance(
+    monkeypatch: pytest.MonkeyPatch, let_go: asyncio.Event
+) -> None:
     """While an earlier call still runs, the next one of the same tool is refused; afterwards it runs on the same instance."""
     monkeypatch.setattr("ostinato_tools.deadline.GRACE_S", 0.001)
-    journal, may_end = [], asyncio.Event()
+    journal = []
 
     class Deaf(MischievousTool):
         async def execute(self, instance_id: str, parameters: dict, **execute_kwargs):
-            while not may_end.is_set():
+            while not let_go.is_set():
                 with contextlib.suppress(asyncio.CancelledError):
-                    await may_end.wait()
+                    await let_go.wait()
             return await super().execute(instance_id, parameters, **execute_kwargs)
 
     registry = ToolRegistry()
     registry.add_class(Deaf, config={"journal": journal}, tool_schema=make_schema("m"))
     async with ToolExecutor(registry, timeout_s=0.3).open("t") as tools:
         late, refused = await tools.run([make_call("m", id="a"), make_call("m", id="b")])
-        may_end.set()
+        let_go.set()
         await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()})
         (good,) = await tools.run([make_call("m", id="c")])
     assert [item.kind for item in (late, refused, good)] == ["timeout", "infrastructure", "ok"]

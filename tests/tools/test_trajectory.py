@@ -305,22 +305,21 @@ async def test_cancellation_passes_through() -> None:
     assert ended == [True, True]
 
 
-async def test_a_tool_that_ignores_cancellation_does_not_hang_the_trajectory(monkeypatch) -> None:
+async def test_a_tool_that_ignores_cancellation_does_not_hang_the_trajectory(monkeypatch, let_go) -> None:
     """After its deadline and its grace a stubborn tool is left to itself."""
     monkeypatch.setattr("ostinato_tools.deadline.GRACE_S", 0.01)
-    go_on = asyncio.Event()
 
     async def stubborn() -> str:
-        while not go_on.is_set():
+        while not let_go.is_set():
             try:
-                await go_on.wait()
+                await let_go.wait()
             except asyncio.CancelledError:
                 continue
         return ""
 
     outcome = await asyncio.wait_for(outcome_of(tool_of(stubborn), make_call("f"), timeout_s=0.01), 30)
     assert outcome.kind is OutcomeKind.TIMEOUT
-    go_on.set()
+    let_go.set()
 
 
 async def test_sync_tools_run_off_the_loop() -> None:
