@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from msgspec.structs import replace
 
 from ostinato_tokenization.testing import tiny_chat_tokenizer
 from ostinato_trainer.config.data import CustomClassConfig, DataConfig
@@ -286,6 +287,36 @@ def test_a_class_that_takes_no_sample_is_refused_only_where_there_is_one(tmp_pat
         DatasetError, match=r"tool_schemas, sample\), got an unexpected keyword argument|got .*'sample'"
     ):
         create_dataset("any", config=config, tokenizer=TOKENIZER, sample=RowSample(1, None))
+
+
+def test_a_prompt_of_tokens_that_the_model_lacks_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the tokenizer is larger than the model, the row with such a token, the token and the cure are named when the file is read, also
+    for a class derived from ours; rows without one are read, and a count from an earlier run hides nothing."""
+    monkeypatch.setattr("ostinato_trainer.data.dataset._WORTH_CACHING", 1)
+    called = [*row("a")["prompt"], {"role": "assistant", "content": "b"}, {"role": "tool", "content": "c"}]
+    file = jsonl(tmp_path, [row("a"), row("a", prompt=called)])
+    vocab_size = TOKENIZER.token_id("<tool_response>")
+    assert vocab_size is not None
+    config = DataConfig(cache_dir=str(tmp_path / "cache"), filter_overlong_prompts_workers=1)
+    assert len(create_dataset(file, config=config, tokenizer=TOKENIZER)) == 2
+    (tmp_path / "own.py").write_text(
+        "from ostinato_trainer.data.dataset import RLHFDataset\nclass Own(RLHFDataset): pass\n"
+        "class Old(RLHFDataset):\n    def __init__(self, data_files, *, config, tokenizer, tool_schemas):\n"
+        "        super().__init__(data_files, config=config, tokenizer=tokenizer, tool_schemas=tool_schemas)\n"
+    )
+    own, old = (CustomClassConfig(path=str(tmp_path / "own.py"), name=name) for name in ("Own", "Old"))
+    wrong = rf"rows.jsonl, line 2: prompt must .* of {vocab_size}, got '<tool_response>', which is {vocab_size}; .*model\.path"
+    for checked in (config, replace(config, custom_cls=own)):
+        with pytest.raises(DatasetError, match=wrong):
+            create_dataset(file, config=checked, tokenizer=TOKENIZER, vocab_size=vocab_size)
+        kept = create_dataset(
+            file, config=replace(checked, skip_bad_rows=True), tokenizer=TOKENIZER, vocab_size=vocab_size
+        )
+        assert [kept[index]["index"] for index in range(len(kept))] == [0]
+    assert (
+        len(create_dataset(file, config=replace(config, custom_cls=old), tokenizer=TOKENIZER, vocab_size=vocab_size))
+        == 2
+    )
 
 
 def test_a_loader_goes_on_with_the_rows_of_its_files(tmp_path: Path) -> None:

@@ -114,6 +114,30 @@ def test_the_model_carries_the_template_that_it_was_trained_with(model: Path, tm
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == TINY_CHAT_TEMPLATE
 
 
+def test_tokens_that_the_model_lacks_are_found_when_they_are_read(model: Path, tmp_path: Path) -> None:
+    """A conversation with a token beyond the model's vocabulary is an error that names row, token and cure, before a step is taken; a tokenizer
+    that is larger than the model harms no conversation that does without those tokens."""
+    small = tmp_path / "small"
+    shutil.copytree(model, small)
+    tokenizer = ChatTokenizer.from_pretrained(small)
+    vocab_size = tokenizer.token_id("<tool_response>")
+    assert vocab_size is not None
+    network = AutoModelForCausalLM.from_pretrained(small)
+    network.resize_token_embeddings(vocab_size)
+    network.save_pretrained(small)
+    plain = conversation("yes")
+    called = {
+        "messages": [*plain["messages"], {"role": "tool", "content": "c"}, {"role": "assistant", "content": "no"}]
+    }
+    data = jsonl(tmp_path / "data.jsonl", [plain, called, plain])
+    with pytest.raises(
+        DatasetError,
+        match=rf"data.jsonl, line 2: .* of {vocab_size}, got '<tool_response>', which is {vocab_size}; name",
+    ):
+        run(small, data, tmp_path / "out")
+    assert len(run(small, jsonl(tmp_path / "plain.jsonl", [plain, plain]), tmp_path / "out")) == 3
+
+
 def test_conversations_are_chosen_by_seed_and_length(model: Path, tmp_path: Path) -> None:
     """No conversation is chosen twice or beyond the length, no more are read than are wanted, and the seed decides which."""
     tokenizer = ChatTokenizer.from_pretrained(model)

@@ -128,14 +128,14 @@ async def _run(
     seed_all(config.trainer.seed)
     model = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model)
-    check_vocabulary(tokenizer, model, config.data.apply_chat_template_kwargs)
+    vocab_size = check_vocabulary(tokenizer, model, config.data.apply_chat_template_kwargs)
     if point is not None:
         check_same_run(point, config, tokenizer)
     tools = make_tool_executor(config.actor_rollout_ref.rollout.multi_turn, tokenizer)
     rewards = RewardManager(config.reward, tokenizer, max_response_length=config.data.max_response_length)
     pool = build_pool(config, places)
     manager, workers = build_manager(config, tokenizer, pool, tools, rewards, places)
-    train_rows, val_rows = build_datasets(config, tokenizer, tools)
+    train_rows, val_rows = build_datasets(config, tokenizer, tools, vocab_size=vocab_size)
     _check_scorers(config, rewards, train_rows, val_rows)
     manager.check_agents(name for name in _distinct("agent_names", train_rows, val_rows) if name is not None)
     batch_size, val_only = config.data.train_batch_size, config.trainer.val_only

@@ -15,10 +15,11 @@ import msgspec
 from ostinato_tokenization import ChatTokenizer, TokenizationError
 from ostinato_trainer.chat_template import chat_template_text
 from ostinato_trainer.config.actor import ModelConfig
+from ostinato_trainer.data.vocabulary import token_beyond
 from ostinato_trainer.errors import ConfigError
 from ostinato_trainer.home_paths import home_path
 
-__all__ = ["check_model_folder", "check_same_tokenizer", "check_vocabulary", "load_tokenizer"]
+__all__ = ["check_model_folder", "check_same_tokenizer", "check_vocabulary", "load_tokenizer", "smaller_vocabulary"]
 
 _logger = logging.getLogger(__name__)
 
@@ -117,7 +118,14 @@ def load_tokenizer(model: ModelConfig) -> ChatTokenizer:
         ) from error
 
 
-def check_vocabulary(tokenizer: ChatTokenizer, model: ModelConfig, template_kwargs: Mapping[str, Any]) -> None:
+def smaller_vocabulary(tokenizer: ChatTokenizer, path: str, key: str = _KEY) -> int | None:
+    """The size of a model's vocabulary where the tokenizer has tokens beyond it; None where it has not, or the model's configuration
+    does not say it."""
+    size = _vocabulary_size(home_path(path, f"{key}.path") / "config.json")
+    return None if size is None or tokenizer.vocab_size <= size else size
+
+
+def check_vocabulary(tokenizer: ChatTokenizer, model: ModelConfig, template_kwargs: Mapping[str, Any]) -> int | None:
     """Find out that the tokenizer makes prompts of tokens that the model has no embedding for; say of other such tokens that they are there.
 
     Args:
@@ -125,30 +133,34 @@ def check_vocabulary(tokenizer: ChatTokenizer, model: ModelConfig, template_kwar
         model: Whose folder holds the model's configuration.
         template_kwargs: What prompts are rendered with.
 
+    Returns:
+        The model's vocabulary, below which the ids of prompts must be, where the tokenizer has tokens beyond it.
+
     Raises:
         ConfigError: No prompt could be trained on.
     """
-    size = _vocabulary_size(home_path(str(model.path), f"{_KEY}.path") / "config.json")
-    if size is None or tokenizer.vocab_size <= size:
-        return
+    size = smaller_vocabulary(tokenizer, str(model.path))
+    if size is None:
+        return None
     cure = f"name a model whose embeddings were resized for its tokenizer, or the tokenizer that belongs to it, in {_KEY}.path"
     try:
         prompt = tokenizer.encode_chat(_SHORTEST, add_generation_prompt=True, template_kwargs=template_kwargs)
     except TokenizationError:  # a template that wants more of a conversation; the dataset says what
         prompt = []
-    beyond = next((token_id for token_id in prompt if token_id >= size), None)
+    beyond = token_beyond(tokenizer, prompt, size)
     if beyond is not None:
         raise ConfigError(
-            f"{_KEY}.path must hold a model with an embedding for every token of a prompt, got a vocabulary of {size} and "
-            f"{tokenizer.decode([beyond])!r}, which is {beyond}; {cure}"
+            f"{_KEY}.path must hold a model with an embedding for every token of a prompt, got a vocabulary of {size} and {beyond}; {cure}"
         )
     _logger.warning(
-        "The tokenizer of %s has tokens up to %d, and the model a vocabulary of %d: a text with a token beyond that ends the run; %s",
+        "The tokenizer of %s has tokens up to %d, and the model a vocabulary of %d: a trajectory in which a tool's answer has a token "
+        "beyond that fails, or ends the run; %s",
         model.path,
         tokenizer.vocab_size - 1,
         size,
         cure,
     )
+    return size
 
 
 def _vocabulary_size(file: Path) -> int | None:

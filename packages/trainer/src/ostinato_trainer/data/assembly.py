@@ -19,11 +19,17 @@ __all__ = ["build_datasets"]
 
 
 def build_datasets(
-    config: Config, tokenizer: ChatTokenizer, tools: ToolExecutor
+    config: Config, tokenizer: ChatTokenizer, tools: ToolExecutor, *, vocab_size: int | None = None
 ) -> tuple[PromptDataset, PromptDataset | None]:
     """Training rows and validation rows, if there are any; prompts are measured with the tools that their agents show.
 
     Rows that are left out are listed in the run's folder.
+
+    Args:
+        config: The whole tree.
+        tokenizer: Of the policy.
+        tools: What agents may show.
+        vocab_size: Below which the ids of prompts must be, where the tokenizer has ids beyond.
 
     Raises:
         DatasetError: A file or a row is not as it must be, or names an agent or a tool that is not there.
@@ -44,6 +50,7 @@ def build_datasets(
             tokenizer=tokenizer,
             tool_schemas=schemas_of,
             sample=_sample(config, max_samples),
+            vocab_size=vocab_size,
         )
         if config.data.skip_bad_rows:
             path = Path(config.trainer.local_dir) / f"bad_rows.{name}.jsonl"

@@ -64,6 +64,7 @@ class RLHFDataset:
         tokenizer: the policy's chat tokenizer, for lengths.
         tool_schemas: the tools of a row, which count towards the length of its prompt.
         sample: which rows are looked at; None: all.
+        vocab_size: below which the ids of prompts must be, where the tokenizer has ids that the model has no embedding for.
 
     Raises:
         DatasetError: a file or a row is not as it must be; the message names file, row, field and cure.
@@ -77,6 +78,7 @@ class RLHFDataset:
         tokenizer: ChatTokenizer,
         tool_schemas: ToolSchemas | None = None,
         sample: RowSample | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         names = data_file_names([data_files] if isinstance(data_files, str) else list(data_files))
         if not names:
@@ -91,7 +93,9 @@ class RLHFDataset:
         self.tool_places: dict[tuple[str | None, str], str] = {}
         """Pairs of agent_name and a tool that a row names, and the first row that has it."""
         self._tool_schemas = tool_schemas
-        self._length = PromptLength(tokenizer, config.apply_chat_template_kwargs, config.max_prompt_length)
+        self._length = PromptLength(
+            tokenizer, config.apply_chat_template_kwargs, config.max_prompt_length, vocab_size=vocab_size
+        )
         self._files = [open_data_file(name) for name in names]
         self._ends = list(accumulate(len(file) for file in self._files))
         self._data_sources: dict[str | None, None] = {}
@@ -100,7 +104,7 @@ class RLHFDataset:
         with PromptCounter(
             self._length,
             num_workers=config.filter_overlong_prompts_workers or default_num_workers(),
-            cache=_cache(config, tokenizer) if self._num_used(sample) >= _WORTH_CACHING else None,
+            cache=_cache(config, self._length) if self._num_used(sample) >= _WORTH_CACHING else None,
         ) as counter:
             self._read(counter, sample)
             self._check_overlong(counter)
@@ -289,9 +293,17 @@ def _tools_named(item: Mapping[str, Any]) -> tuple[str, ...]:
     return (*item["tools_kwargs"], *(item["extra_info"].get("tool_selection") or ()))
 
 
-def _cache(config: DataConfig, tokenizer: ChatTokenizer) -> LengthCache | None:
+def _cache(config: DataConfig, length: PromptLength) -> LengthCache | None:
+    """None also where a prompt's tokens matter, and not only their number."""
     folder = cache_folder(config.cache_dir)
-    return None if folder is None else LengthCache(folder, tokenizer, config.apply_chat_template_kwargs)
+    if folder is None or length.vocab_size is not None:
+        return None
+    return LengthCache(folder, length.tokenizer, config.apply_chat_template_kwargs)
+
+
+def _takes(cls: type, name: str) -> bool:
+    parameters = inspect.signature(cls).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def create_dataset(
@@ -301,10 +313,11 @@ def create_dataset(
     tokenizer: ChatTokenizer,
     tool_schemas: ToolSchemas | None = None,
     sample: RowSample | None = None,
+    vocab_size: int | None = None,
 ) -> PromptDataset:
     """An `RLHFDataset`, or an instance of the class that `data.custom_cls` names, made with the same arguments.
 
-    A class of the user's own is given `sample` only where there is one.
+    A class of the user's own is given `sample` only where there is one, and `vocab_size` where it is an `RLHFDataset` that takes it.
 
     Raises:
         DatasetError: see `RLHFDataset`; or the class cannot be loaded, made or used as a dataset.
@@ -314,12 +327,14 @@ def create_dataset(
     if sample is not None:
         arguments["sample"] = sample
     if custom.path is None or custom.name is None:
-        return RLHFDataset(data_files, **arguments)
+        return RLHFDataset(data_files, **arguments, vocab_size=vocab_size)
     cls = load_object(custom.path, custom.name, key="data.custom_cls", error=DatasetError)
     if not (isinstance(cls, type) and hasattr(cls, "__len__") and hasattr(cls, "__getitem__")):
         raise DatasetError(
             f"data.custom_cls must be a class with __len__ and __getitem__, got {cls!r}; derive it from RLHFDataset"
         )
+    if vocab_size is not None and issubclass(cls, RLHFDataset) and _takes(cls, "vocab_size"):
+        arguments["vocab_size"] = vocab_size
     try:
         inspect.signature(cls).bind(data_files, **arguments)
     except TypeError as error:

@@ -69,7 +69,7 @@ class PromptCounter:
             self._cache.save()
 
     def measured(self, prompts: Iterable[tuple[Key, Prompt]]) -> Iterator[tuple[Key, int | str]]:
-        """Each key with the tokens of its prompt, or with the sentence that says why the template refuses it.
+        """Each key with the tokens of its prompt, or with the sentence that says why the template or the model's vocabulary refuses it.
 
         Raises:
             DatasetError: A process died or did not answer in time.

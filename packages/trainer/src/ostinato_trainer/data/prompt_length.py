@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ostinato_tokenization import ChatTokenizer
+from ostinato_trainer.data.vocabulary import token_beyond
 from ostinato_trainer.errors import DatasetError
 
 __all__ = ["PromptLength", "count_or_refusal", "cut_text", "without_longest_text"]
@@ -24,21 +25,31 @@ class PromptLength:
         tokenizer: the policy's chat tokenizer.
         template_kwargs: extra variables for the template.
         max_tokens: longest prompt, `data.max_prompt_length`.
+        vocab_size: of the model, where the tokenizer has ids beyond it: a prompt with one of these is refused.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any], max_tokens: int) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        template_kwargs: Mapping[str, Any],
+        max_tokens: int,
+        *,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs)
         self.max_tokens = max_tokens
+        self.vocab_size = vocab_size
 
     def count(self, messages: Sequence[dict], tools: Sequence[dict] | None) -> int:
         """Tokens of the prompt as the engine will see it.
 
         Raises:
-            DatasetError: the chat template refuses these messages; the sentence begins with `prompt`.
+            DatasetError: the chat template refuses these messages, or the model has no embedding for one of the tokens; the sentence
+                begins with `prompt`.
         """
         try:
-            token_ids = self._tokenizer.encode_chat(
+            token_ids = self.tokenizer.encode_chat(
                 messages, tools, add_generation_prompt=True, template_kwargs=self._template_kwargs or None
             )
         except Exception as error:  # the template is foreign code and may raise anything
@@ -46,6 +57,12 @@ class PromptLength:
                 f"prompt must be accepted by the chat template, got {type(error).__name__}: {error}; "
                 "change its messages or actor_rollout_ref.model.chat_template"
             ) from error
+        beyond = None if self.vocab_size is None else token_beyond(self.tokenizer, token_ids, self.vocab_size)
+        if beyond is not None:
+            raise DatasetError(
+                f"prompt must be of tokens of the model's vocabulary of {self.vocab_size}, got {beyond}; change the prompt, or name a model "
+                "whose embeddings were resized for its tokenizer in actor_rollout_ref.model.path"
+            )
         return len(token_ids)
 
     def shortened(self, messages: Sequence[dict], tools: Sequence[dict] | None, side: Side) -> list[dict]:
@@ -76,7 +93,7 @@ class PromptLength:
 
 
 def count_or_refusal(length: PromptLength, messages: Sequence[dict], tools: Sequence[dict] | None) -> int | str:
-    """Tokens of a prompt, or the sentence that says why the template refuses it."""
+    """Tokens of a prompt, or the sentence that says why there is none."""
     try:
         return length.count(messages, tools)
     except DatasetError as error:

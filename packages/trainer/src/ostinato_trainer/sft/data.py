@@ -16,6 +16,7 @@ from ostinato_tokenization import ChatTokenizer, TokenizationError, TrainingConv
 from ostinato_trainer.config.sft import SftDataConfig
 from ostinato_trainer.data.files import open_data_file, parsed_json_text
 from ostinato_trainer.data.paths import data_file_names
+from ostinato_trainer.data.vocabulary import token_beyond
 from ostinato_trainer.errors import DatasetError
 
 __all__ = ["Conversations", "read_conversations"]
@@ -38,6 +39,7 @@ def read_conversations(
     *,
     seed: int,
     number: int | None = None,
+    vocab_size: int | None = None,
     started_at: float | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Conversations:
@@ -49,11 +51,13 @@ def read_conversations(
         config: Columns, the longest length, and what becomes of longer conversations.
         seed: Of the order, and so of the choice.
         number: How many are wanted, at least 1, and no more rows are read than that takes; None reads all.
+        vocab_size: Of the model, where the tokenizer has ids beyond it: a conversation with one of these is an error.
         started_at: When the conversations began, in seconds since 1970, for templates that print the date; None for now.
         on_progress: Is told after each row how many conversations there are, and how many there can be.
 
     Raises:
-        DatasetError: A row is no conversation, one is too long where that is an error, or none is short enough.
+        DatasetError: A row is no conversation, or has tokens that the model lacks; one is too long where that is an error, or none is
+            short enough.
     """
     files = [open_data_file(path) for path in data_file_names(paths)]
     order = [(file, index) for file in files for index in range(len(file))]
@@ -68,6 +72,7 @@ def read_conversations(
         conversation = encode(file.row(index), file.place(index))
         length = len(conversation.token_ids)
         if length <= config.max_length:
+            _check_vocabulary(conversation, tokenizer, vocab_size, file.place(index))
             found.append(conversation)
             if on_progress is not None:
                 on_progress(len(found), wanted)
@@ -84,6 +89,17 @@ def read_conversations(
             f"{min(lengths)} tokens; raise it (--max-length)"
         )
     return Conversations(found, len(lengths))
+
+
+def _check_vocabulary(
+    conversation: TrainingConversation, tokenizer: ChatTokenizer, vocab_size: int | None, place: str
+) -> None:
+    beyond = None if vocab_size is None else token_beyond(tokenizer, conversation.token_ids, vocab_size)
+    if beyond is not None:
+        raise DatasetError(
+            f"{place}: a conversation must be of tokens of the model's vocabulary of {vocab_size}, got {beyond}; name a model whose embeddings "
+            "were resized for its tokenizer, or the tokenizer that belongs to it, in model.path"
+        )
 
 
 class _Encoder:

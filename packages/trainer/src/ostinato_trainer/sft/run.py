@@ -29,6 +29,7 @@ from ostinato_trainer.config.sft import SftConfig
 from ostinato_trainer.errors import TrainingInterrupted
 from ostinato_trainer.home_paths import home_path
 from ostinato_trainer.interrupts import terminated_as_interrupted
+from ostinato_trainer.model_files import smaller_vocabulary
 from ostinato_trainer.progress import step_progress
 from ostinato_trainer.sft.checkpoints import LearnedConversations, SftCheckpoints, began_at, check_unused
 from ostinato_trainer.sft.checks import check_sft
@@ -192,6 +193,7 @@ class _Run:
             data,
             seed=self._config.trainer.seed,
             number=number,
+            vocab_size=smaller_vocabulary(tokenizer, str(self._config.model.path), key="model"),
             started_at=self._started_at,
             on_progress=lambda count, wanted: self._bars.update(bar, completed=count, total=wanted),
         )
