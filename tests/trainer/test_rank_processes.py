@@ -10,14 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from ostinato_trainer.backends.ranks import processes
+from ostinato_trainer.backends.ranks.messages import error_of, failure_of
 from ostinato_trainer.backends.ranks.processes import RankProcesses, RankProcessOptions
-from ostinato_trainer.backends.ranks.workers import RankDiedError, RankTimeoutError
+from ostinato_trainer.backends.ranks.workers import RankDiedError, RankExchangeError, RankTimeoutError
 from ostinato_trainer.errors import BackendError, BatchError, OutOfMemoryError
 from ostinato_trainer.heartbeat import num_beats
+from ostinato_trainer.restarts import is_loss
 
 MODULE = '''
 import logging, time
+from datetime import timedelta
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
 from ostinato_trainer.errors import BackendError, BatchError
 from ostinato_trainer.heartbeat import beat
 
@@ -35,6 +43,9 @@ class Rank:
             raise BatchError(f"of rank {self.rank}")
         if directory == "one waits" and self.rank == 1:
             time.sleep(3600)
+        if directory == "exchange without one":
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
+            dist.all_reduce(torch.zeros(1)) if self.rank == 0 else time.sleep(3600)
         if directory == "memory":
             raise MemoryError("CUDA out of memory")
 
@@ -116,6 +127,34 @@ def test_calls_errors_and_a_death(ranks_module, tmp_path: Path, caplog: pytest.L
             ranks.call("policy_version", [(), ()])
     finally:
         ranks.close()
+
+
+def test_a_rank_that_others_wait_for_in_an_exchange_is_named(ranks_module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one rank is alive and does not take part, the error of those that waited for it is one that names it and begins a run again."""
+    monkeypatch.setattr(processes, "_LATE_ERRORS_S", 0.5)
+    ranks = make(call_timeout_s=300.0)
+    ranks.start(ranks_module.whole)
+    pids = ranks.process_ids
+    with pytest.raises(
+        RankExchangeError, match=r"within actor_rollout_ref\.nccl_timeout, but rank 1 did not"
+    ) as raised:
+        ranks.call("save", [("exchange without one",)] * 2)
+    assert is_loss(raised.value)
+    assert not [pid for pid in pids if is_there(pid)]
+
+
+def test_what_a_rank_raised_by_itself_is_told_rather_than_that_others_waited() -> None:
+    """The others' exchanges end in errors of their own, which only say that one was missing; ranks are then not in step."""
+    gone = RuntimeError("[/third_party/gloo/gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:2")
+    error = error_of({0: failure_of(gone), 1: failure_of(BatchError("of rank 1"))}, 2)
+    assert isinstance(error, BatchError)
+    assert "rank 1 of 2" in error.__notes__[0]
+    assert not error.ranks_in_step  # pyright: ignore[reportAttributeAccessIssue]
+    both = error_of({rank: failure_of(gone) for rank in (0, 1)}, 2)
+    assert isinstance(both, RankExchangeError)
+    assert "all ranks waited for each other" in str(both)
+    assert not both.ranks_in_step  # pyright: ignore[reportAttributeAccessIssue]
+    assert not isinstance(failure_of(RuntimeError("gloo/ is a folder")).error, RankExchangeError)
 
 
 def test_a_factory_that_fails_leaves_no_process(ranks_module) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from ostinato_rollout import NoReplicaError
 from ostinato_rollout.errors import ActorLostError
-from ostinato_trainer.backends.ranks.workers import RankDiedError, RankTimeoutError
+from ostinato_trainer.backends.ranks.workers import RankDiedError, RankExchangeError, RankTimeoutError
 from ostinato_trainer.config import Config
 from ostinato_trainer.errors import TrainingInterrupted
 
@@ -23,7 +23,7 @@ __all__ = ["is_loss", "restart_metrics", "run_with_restarts"]
 
 logger = logging.getLogger(__name__)
 
-_LOSSES = (RankDiedError, RankTimeoutError, ActorLostError, NoReplicaError)
+_LOSSES = (RankDiedError, RankTimeoutError, RankExchangeError, ActorLostError, NoReplicaError)
 
 
 def run_with_restarts(config: Config, attempt: Callable[[Config, Sequence[str]], None]) -> None:

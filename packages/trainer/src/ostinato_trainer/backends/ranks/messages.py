@@ -7,10 +7,19 @@ import pickle
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+import torch.distributed as dist
 
 from ostinato_trainer.backends.memory import has_run_out
+from ostinato_trainer.backends.ranks.workers import RankExchangeError
 from ostinato_trainer.errors import BackendError, OutOfMemoryError
+
+_OTHERS_ARE_GONE: Final = (
+    *("timed out", "timeout", "connection closed", "connection reset", "connection refused", "broken pipe"),
+    *("remote process", "remoteerror", "aborted", "unreachable"),
+)
+"""Words by which gloo and NCCL, which have no errors of their own for it, say that another rank does not take part."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +53,15 @@ class Progress:
 
 def failure_of(error: Exception) -> Failure:
     """The error as it can travel: itself, or a `BackendError` with its text where it cannot be pickled and read again. Memory that ran out where
-    nobody expected it is an `OutOfMemoryError` too."""
+    nobody expected it is an `OutOfMemoryError` too, and an exchange that others did not take part in a `RankExchangeError`."""
     lines = "".join(traceback.format_exception(error))
     if has_run_out(error):
         error = OutOfMemoryError(
             f"memory must suffice for what a rank is asked for, but it ran out: {error}; lower "
             "actor_rollout_ref.rollout.gpu_memory_utilization, or share the model out over more devices"
         )
+    elif _waited_in_vain(error):
+        error = RankExchangeError(f"an exchange between ranks must end, got: {str(error).strip():.500}")
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # errors of others may refuse in any way
@@ -83,13 +94,31 @@ def request_of(method: str, arguments: tuple[Any, ...]) -> bytes:
 
 
 def error_of(failures: dict[int, Failure], num_ranks: int) -> Exception:
-    """The first rank's error, which says where it was raised and by `ranks_in_step` whether all ranks raised."""
-    first = min(failures)
-    error = failures[first].error
-    error.ranks_in_step = len(failures) == num_ranks  # pyright: ignore[reportAttributeAccessIssue]  read by `call`
-    error.add_note(f"raised on {named_ranks(list(failures))} of {num_ranks}")
+    """The error of the first rank that raised by itself, not because others were missing; it says where it was raised and by `ranks_in_step`
+    whether all ranks raised so. Where all that raised had waited for others, a `RankExchangeError` that names these."""
+    own = [rank for rank, failure in failures.items() if not isinstance(failure.error, RankExchangeError)]
+    first = min(own or failures)
+    error = failures[first].error if own else _missing(failures, first, num_ranks)
+    error.ranks_in_step = len(own) == num_ranks  # pyright: ignore[reportAttributeAccessIssue]  read by `call`
+    error.add_note(f"raised on {named_ranks(own or list(failures))} of {num_ranks}")
     error.add_note(f"on rank {first}:\n{failures[first].traceback}")
     return error
+
+
+def _missing(failures: dict[int, Failure], first: int, num_ranks: int) -> RankExchangeError:
+    silent = [rank for rank in range(num_ranks) if rank not in failures]
+    who = f"{named_ranks(silent)} did not take part and gave no answer" if silent else "all ranks waited for each other"
+    return RankExchangeError(
+        f"ranks must take part in an exchange within actor_rollout_ref.nccl_timeout, but {who}; see whether a process was stopped or a host is out "
+        f"of reach, or raise actor_rollout_ref.nccl_timeout. Rank {first} says: {failures[first].error}"
+    )
+
+
+def _waited_in_vain(error: Exception) -> bool:
+    """Whether an error of torch's exchanges tells that another rank is not there."""
+    text = str(error).lower()
+    of_exchange = isinstance(error, dist.DistError) or (type(error) is RuntimeError and "/gloo/" in text)
+    return of_exchange and any(words in text for words in _OTHERS_ARE_GONE)
 
 
 def named_ranks(ranks: Sequence[int]) -> str:

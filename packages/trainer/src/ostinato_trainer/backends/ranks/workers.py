@@ -21,6 +21,10 @@ class RankTimeoutError(BackendError):
     """A call took longer than allowed; the message names the ranks that had not answered."""
 
 
+class RankExchangeError(BackendError):
+    """Ranks waited for others in an exchange until it was given up: one of them is stopped, slower than the deadline, or out of reach."""
+
+
 class RankWorkers(Protocol):
     """Processes or actors, each with a `RankHost` inside; a call names one of its methods.
 
@@ -54,7 +58,7 @@ class RankWorkers(Protocol):
         Raises:
             Exception: what a rank raised, with the rank named where it did not raise on all. Where all ranks raised, they are in step and go on
                 serving; where only some did, all are closed.
-            RankDiedError, RankTimeoutError: all are closed.
+            RankDiedError, RankTimeoutError, RankExchangeError: all are closed.
         """
         ...
 
