@@ -20,6 +20,7 @@ from ostinato_engines import (
     EngineCrashedError,
     EngineInputError,
     EngineNotReadyError,
+    EngineState,
     PauseMode,
     PolicySpan,
     SamplingParams,
@@ -521,9 +522,10 @@ async def test_a_closed_service_ends_what_is_under_way():
         assert "must answer within 0.5 s" in health.detail
 
 
-async def test_a_replica_that_was_restarted_is_found_again():
-    """What was under way fails, the next call connects anew and sends its prompt whole, and the new version is known."""
+async def test_a_replica_that_was_restarted_is_found_again(caplog):
+    """What was under way fails, the next call connects anew and sends its prompt whole, and the log says it."""
     server = Watched()
+    server.policy_version = 5
     server.gate.clear()
     async with served(server) as (remote, replica):
         address = replica.address
@@ -539,12 +541,52 @@ async def test_a_replica_that_was_restarted_is_found_again():
             outs = await asyncio.gather(*(remote.generate([1, 2, 3], PARAMS, f"r{index}") for index in range(5)))
             assert [out.token_ids for out in outs] == [[3, 7]] * 5
             assert (restarted.num_callers, later.num_starts, remote.policy_version) == (1, 1, 5)
-            assert (remote.stats.num_lost, remote.stats.num_whole) == (1, 6)
+            assert (remote.stats.num_lost, remote.stats.num_whole, remote.stats.num_replaced) == (1, 6, 1)
+            assert "was restarted, and has version 5 of the policy as before" in caplog.text
             client = LLMServerClient([remote])
             assert (await client.generate("r0", [1, 2, 3, 3, 7], PARAMS)).token_ids == [5, 7]
             await client.release("r0")
         finally:
             await restarted.close()
+
+
+async def test_a_replica_that_was_restarted_without_its_weights_is_lost():
+    """A service that took the place of another one, and has other weights than that had, samples nothing: the replica is lost in words that
+    say what happened, for its health too, until a new server is made for it."""
+    server = Watched()
+    server.policy_version = 5
+    async with served(server) as (remote, replica):
+        await remote.generate([1, 2], PARAMS, "talk")
+        await replica.close()
+        await until(lambda: not remote._link.is_up)
+        later = Watched()
+        restarted = await listening(later, replica.address)
+        try:
+            for _ in range(2):
+                with pytest.raises(
+                    ReplicaLostError,
+                    match=r"with version 5 of the policy, got another service with version 0: .*create a new",
+                ):
+                    await remote.generate([1, 2, 2, 7, 3], PARAMS, "talk")
+            health = await remote.health()
+            assert (health.state, health.policy_version) == (EngineState.FAILED, 5)
+            assert (later.prompts, restarted.num_conversations) == ([], 0)
+            anew = RemoteServer(replica.address)
+            await anew.start()
+            assert (await anew.generate([1], PARAMS, "talk")).token_ids == [1, 7]
+            await anew.disconnect()
+        finally:
+            await restarted.close()
+
+
+async def test_a_connection_that_is_made_anew_is_no_restart():
+    """The same service, whose policy has gone on meanwhile, is the same replica."""
+    server = Watched()
+    async with served(server) as (remote, _):
+        remote._link.fail(ReplicaLostError("it was cut"))
+        server.policy_version = 3
+        await remote.generate([1, 2], PARAMS, "talk")
+        assert (remote.policy_version, remote.stats.num_replaced) == (3, 0)
 
 
 async def test_a_remote_server_that_is_not_started_asks_nothing():

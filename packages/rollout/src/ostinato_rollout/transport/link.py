@@ -93,6 +93,8 @@ class Link:
         self._num_answers = 0
         self.lost: EngineError | None = None
         """Why nothing can be asked any more."""
+        self.service = b""
+        """Which service answers, once it has; see `wire.Welcome`."""
         self._mailbox = Mailbox(
             dial(options.address, options.key, max_frame_bytes=options.max_frame_bytes), self._receive
         )
@@ -131,6 +133,7 @@ class Link:
             )
             self.fail(lost)
             raise lost from error
+        self.service = welcome.service
         self._interval_s = min(self._interval_s, welcome.silence_s / wire.TICKS)
         self._tick()
 

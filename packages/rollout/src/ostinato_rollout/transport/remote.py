@@ -42,7 +42,9 @@ class RemoteServer(ForwardingServer):
 
     A prompt that goes on from the conversation's last one travels without what the replica has. A replica that is lost
     fails what is under way there; the next call connects anew, and sends everything again, as does one that the replica
-    has certainly not begun. `policy_version` is that of the replica's last answer. Media do not cross.
+    has certainly not begun. Another service at the same address, whose policy is not the one that this replica had, is
+    another replica: it is not asked, and this one stays lost. `policy_version` is that of the replica's last answer.
+    Media do not cross.
 
     Args:
         address: Of the service: `ReplicaService.address`.
@@ -76,6 +78,7 @@ class RemoteServer(ForwardingServer):
         self._capabilities = Capabilities(engine="remote")
         self._versions = ""
         self._link: Link | None = None
+        self._service: bytes | None = None
         self._connecting: asyncio.Task[Link] | None = None
         self.stats = TransportStats()
         """What has been sent so far."""
@@ -223,10 +226,12 @@ class RemoteServer(ForwardingServer):
     async def _connect(self, timeout_s: float) -> Link:
         # A copy of this one, forked or pickled, has the same token.
         remote = f"{self._token} {socket.gethostname()} {os.getpid()} {id(self)}".encode()
+        known = self.policy_version
         link = Link(self._options, self.stats, self._note_version, remote)
         try:
             await link.open(timeout_s)
             described = await link.call("start", None, wire.Description)
+            self._check_same_replica(link, known)
         except BaseException:
             link.close(EngineClosedError("server must be started, got a failure; call start() again"))
             raise
@@ -235,6 +240,27 @@ class RemoteServer(ForwardingServer):
         self.max_model_len, self._versions = described.max_model_len, described.versions
         self._link = link
         return link
+
+    def _check_same_replica(self, link: Link, known: int) -> None:
+        """Lets a service take the place of the one before it only with the policy that this had: its weights are its own.
+
+        Raises:
+            ReplicaLostError: It has another version of the policy.
+        """
+        if self._service not in (None, link.service):
+            self.stats.num_replaced += 1
+            found, self.policy_version = self.policy_version, known
+            if found != known:
+                raise ReplicaLostError(
+                    f"replica at {self._options.address} must be the one that was started, with version {known} of the policy, got another "
+                    f"service with version {found}: it was restarted without its weights; create a new server and give it the weights"
+                )
+            logger.warning(
+                "the replica at %s was restarted, and has version %d of the policy as before; its conversations begin anew",
+                self._options.address,
+                known,
+            )
+        self._service = link.service
 
     def _note_connected(self, connecting: "asyncio.Task[Link]") -> None:
         if self._connecting is connecting:

@@ -7,6 +7,7 @@ left here, neither requests nor conversations; nothing that arrives ends the ser
 import asyncio
 import hmac
 import logging
+import secrets
 from array import array
 from collections.abc import Awaitable, Callable
 from typing import Self
@@ -75,6 +76,7 @@ class ReplicaService:
         self.address = address
         """Where it listens; with the real port once started."""
         self._key = checked_key(key)
+        self._token = secrets.token_bytes(16)
         self._silence_s = silence_s
         self._max_frame_bytes = max_frame_bytes
         self._answers = answers_of(server) | {"start": self._start_server, "abort": self._abort}
@@ -197,7 +199,7 @@ class ReplicaService:
             case wire.Goodbye():
                 self._part_from(caller)
             case wire.Hello():
-                self._send(caller.identity, wire.Welcome(self._silence_s))
+                self._send(caller.identity, wire.Welcome(self._silence_s, self._token))
 
     def _send(self, identity: bytes, message: wire.Reply) -> bool:
         """Sends a message; whether anybody is there to take it."""
@@ -225,7 +227,7 @@ class ReplicaService:
                 # It has given that connection up; its conversations must not meet their own last turns here.
                 self._part_from_vanished(caller)
         self._callers[identity] = Caller(identity, hello.name, hello.remote, self._ending)
-        self._send(identity, wire.Welcome(self._silence_s))
+        self._send(identity, wire.Welcome(self._silence_s, self._token))
 
     # Calls
 

@@ -19,6 +19,8 @@ class TransportStats(msgspec.Struct):
     """Messages of the replica that could not be read."""
     num_lost: int = 0
     """Connections that were lost."""
+    num_replaced: int = 0
+    """Times that another service was found at the address."""
 
 
 class ServiceStats(msgspec.Struct):

@@ -95,6 +95,8 @@ class Welcome(_Message, frozen=True):
 
     silence_s: float
     """The service's own bound; it gives signs of life four times within it."""
+    service: bytes = b""
+    """Tells the service from all others, also from those that listened at the same address before it."""
 
 
 class Refused(_Message, frozen=True):
