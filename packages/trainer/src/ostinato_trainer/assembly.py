@@ -43,6 +43,7 @@ from ostinato_trainer.config.checks import check_runnable
 from ostinato_trainer.data.assembly import build_datasets
 from ostinato_trainer.data.dataset import PromptDataset
 from ostinato_trainer.data.prompt_loader import PromptLoader
+from ostinato_trainer.heap import lasting_objects
 from ostinato_trainer.interrupts import run_interruptibly
 from ostinato_trainer.loggers.base import RunEnd
 from ostinato_trainer.loggers.group import Loggers
@@ -210,7 +211,8 @@ async def _run(
         trainer = PPOTrainer(config, parts, total_steps=total_steps, steps_done=0 if point is None else point.step)
         if point is not None:
             point.state.restore_random()
-        await trainer.fit()
+        with lasting_objects():
+            await trainer.fit()
 
 
 def build_manager(
