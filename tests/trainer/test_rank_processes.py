@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -21,10 +22,12 @@ from ostinato_trainer.restarts import is_loss
 MODULE = '''
 import logging, time
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 
 from ostinato_trainer.errors import BackendError, BatchError
 from ostinato_trainer.heartbeat import beat
@@ -46,6 +49,8 @@ class Rank:
         if directory == "exchange without one":
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
             dist.all_reduce(torch.zeros(1)) if self.rank == 0 else time.sleep(3600)
+        if directory == "share":
+            ForkingPickler.dumps(torch.zeros(1).share_memory_())
         if directory == "memory":
             raise MemoryError("CUDA out of memory")
 
@@ -141,6 +146,18 @@ def test_a_rank_that_others_wait_for_in_an_exchange_is_named(ranks_module, monke
         ranks.call("save", [("exchange without one",)] * 2)
     assert is_loss(raised.value)
     assert not [pid for pid in pids if is_there(pid)]
+
+
+def test_ranks_that_shared_memory_leave_no_folder(ranks_module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sockets by which a rank hands out what it shares go with it."""
+    with tempfile.TemporaryDirectory() as folder:  # sockets have short names
+        monkeypatch.setenv("TMPDIR", folder)
+        ranks = make(num_ranks=1)
+        ranks.start(ranks_module.whole)
+        ranks.call("save", [("share",)])
+        assert len(os.listdir(folder)) == 1
+        ranks.close()
+        assert os.listdir(folder) == []
 
 
 def test_what_a_rank_raised_by_itself_is_told_rather_than_that_others_waited() -> None:

@@ -12,12 +12,14 @@ import logging
 import os
 import pickle
 import select
+import shutil
 import signal
 import sys
 import threading
 import time
 from multiprocessing import current_process
 from multiprocessing.connection import Connection
+from multiprocessing.util import get_temp_dir
 from typing import Any, Final
 
 from ostinato_trainer.backends.ranks.handover import dumped
@@ -106,13 +108,14 @@ def _dumped(method: str, value: Any) -> Any:
 
 def _end_with_controller(life: int) -> None:
     """Ends this process when the controller lets go or is gone, also while the main thread computes or waits for other ranks."""
-    parent = os.getppid()
+    parent, sockets = os.getppid(), get_temp_dir()  # by which shared memory is handed out
 
     def watch() -> None:
         while os.getppid() == parent:
             readable, _, _ = select.select([life], [], [], _PARENT_CHECK_S)
             if readable:
                 break
+        shutil.rmtree(sockets, ignore_errors=True)  # as multiprocessing does at an end that waits for the main thread
         os._exit(0)
 
     threading.Thread(target=watch, name="life", daemon=True).start()
