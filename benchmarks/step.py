@@ -1,13 +1,14 @@
 """A whole GRPO step on one device, engine and training in turn on it, beside TRL's.
 
-    python -m benchmarks.step [--shape NAME ...] [--parts ours,trl,loss] [--engine-mode eager|graphs|compiled] [--no-sleep]
+    python -m benchmarks.step [--shape NAME ...] [--parts ours,trl,loss] [--engine-mode compiled|graphs|eager] [--no-sleep]
 
 Random weights of a shape (`135M`, SmolLM2's; `1.7B`, Qwen3's) sample 16 prompts x 8 answers of up to two turns with calls of a tool. These are
 scored and trained on: log-probabilities before the update, one optimizer step, 16 sequences a pass; then the engine gets the new weights. Engine
 and training take turns: the engine sleeps while the policy is trained. Ours is a run by configuration (`step_run`); beside it `GRPOTrainer` of TRL
 with vLLM in its process (`vllm_mode="colocate"`, sleep mode) on the same files, with the same engine arguments (`step_peer`). Each run is a process
-of its own; all load their packages at the beginning, and then come one after the other. Two steps warm a run; in the next three each call of the
-tool takes 30 ms, in the last two nothing. Without a GPU or vLLM the shape is tiny, the engine ours, and TRL is left out.
+of its own; all load their packages at the beginning, and then come one after the other. vLLM compiles its model and has CUDA graphs in both, as
+is its default; the model that is trained is compiled in ours, and in TRL's on request (`--compile both`). Two steps warm a run; in the next three
+each call of the tool takes 30 ms, in the last two nothing. Without a GPU or vLLM the shape is tiny, the engine ours, and TRL is left out.
 
 - `ratio_vs_trl`: TRL's seconds of a step with the tool's latency over ours, of the largest shape; `ratio_without_latency`: of a step without it;
 - `loss_difference`: of ours and TRL's losses on a recorded batch (`benchmarks.trainer`, on the CPU);
@@ -41,11 +42,11 @@ from benchmarks.step_task import SHAPES, WORK
 
 REPO = Path(__file__).resolve().parent.parent
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 16, 32, 48, 64, 96, 128]}
-"""Starts sooner than with compilation; the same for both systems."""
+"""Starts sooner than with compilation, but a step with a prompt in it has no graph."""
 _ENGINE_MODES: dict[str, tuple[bool, dict[str, Any]]] = {
-    "eager": (True, {}),
-    "graphs": (False, {"compilation_config": GRAPHS}),
     "compiled": (False, {}),
+    "graphs": (False, {"compilation_config": GRAPHS}),
+    "eager": (True, {}),
 }
 _MAKE_S = 600.0
 
@@ -191,6 +192,8 @@ def measure(home: Path, shapes: Sequence[str], parts: Sequence[str], options: ar
         "sleep": not options.no_sleep,
         "eager": eager,
         "vllm_args": vllm_args,
+        "compile": options.compile != "none" and options.engine == "vllm",
+        "compile_trl": options.compile == "both",
         "gpu_memory_utilization": options.gpu_memory_utilization,
     }
     sides: dict[tuple[str, str], Side] = {}
@@ -233,7 +236,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--engine", choices=("vllm", "transformers"), help="of ours; by default vLLM where it can be had"
     )
-    parser.add_argument("--engine-mode", choices=_ENGINE_MODES, default="graphs", help="of vLLM, for both systems")
+    parser.add_argument("--engine-mode", choices=_ENGINE_MODES, default="compiled", help="of vLLM, for both systems")
+    parser.add_argument(
+        "--compile",
+        choices=("none", "ours", "both"),
+        default="ours",
+        help="whose model torch.compile fuses for training (actor.use_torch_compile, torch_compile)",
+    )
     parser.add_argument(
         "--no-sleep", action="store_true", help="the engine keeps its memory while the policy is trained"
     )

@@ -101,6 +101,7 @@ def build(folder, work, options, clock, watch):
         output_dir=str(folder / "trl"),
         use_cpu=not on_device,
         bf16=on_device,
+        torch_compile=options["compile_trl"],
         gradient_checkpointing=False,
         use_vllm=True,
         vllm_mode="colocate",

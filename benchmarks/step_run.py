@@ -170,6 +170,7 @@ def settings(folder: Path, shape: str, options: Mapping[str, Any]) -> dict[str, 
             "model": {"path": str(folder / "model")},
             "actor": {
                 "dtype": "float32" if shape == "tiny" else "bfloat16",
+                "use_torch_compile": options["compile"],
                 "optim": {"lr": 1e-8, "weight_decay": 0.0},
                 "ppo_mini_batch_size": work.prompts,
                 "ppo_micro_batch_size_per_gpu": work.micro_batch,
