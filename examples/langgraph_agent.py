@@ -1,16 +1,17 @@
 """An agent in forty lines, written with LangGraph: one conversation solves with the run's tools, another one checks.
 
-Put its folder on PYTHONPATH, name `- {name: solve_and_check, _target_: langgraph_agent.SolveAndCheck}` in the YAML file of
-`agent.agent_loop_config_path`, and train with `agent.default_agent_loop=solve_and_check`.
+Train with `agent.agent_loop_config_path=examples/langgraph_agent.py` and `agent.default_agent_loop=solve_and_check`.
 """
 
 from langchain_core.messages import HumanMessage
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode
 
+from ostinato_agent_loop import register
 from ostinato_agent_loop.langgraph_agent import LangGraphAgentLoop
 
 
+@register("solve_and_check")
 class SolveAndCheck(LangGraphAgentLoop):
     """Solves, lets a fresh conversation check the answer, and corrects it where the check says no."""
 

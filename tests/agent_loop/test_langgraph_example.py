@@ -17,16 +17,7 @@ README = ROOT / "packages" / "agent_loop" / "README.md"
 pytestmark = pytest.mark.skipif(not EXAMPLE.exists(), reason="needs the repository's examples")
 
 
-@pytest.fixture
-def config_path(tmp_path, monkeypatch):
-    """The YAML file that names the example's agent."""
-    monkeypatch.syspath_prepend(EXAMPLE.parent)
-    path = tmp_path / "agents.yaml"
-    path.write_text("- {name: solve_and_check, _target_: langgraph_agent.SolveAndCheck}\n")
-    return path
-
-
-async def test_it_solves_checks_and_corrects(world, call, config_path):
+async def test_it_solves_checks_and_corrects(world, call):
     """A wrong answer is checked in a conversation of its own, corrected in the first one, and checked again: three segments."""
     replies = [
         call(("counter", "{}")),
@@ -35,7 +26,7 @@ async def test_it_solves_checks_and_corrects(world, call, config_path):
         "It is one.<|im_end|>",
         "Yes.<|im_end|>",
     ]
-    options = {"agent_loop_config_path": str(config_path)}
+    options = {"agent_loop_config_path": str(EXAMPLE)}
     trajectory = await world.run_one(replies, agent="solve_and_check", agent_options=options)
     assert trajectory.failure is None, trajectory.failure
     sampled = [

@@ -16,6 +16,7 @@ from ostinato_agent_loop import (
     load_agent_loops,
     register,
 )
+from ostinato_tools import load_tools
 
 
 def test_the_built_in_agents_are_known():
@@ -54,6 +55,46 @@ def test_yaml_adds_agents(tmp_path):
     path.write_text("- name: yaml_test_agent\n  _target_: ostinato_agent_loop.single_turn.SingleTurnAgentLoop\n")
     assert load_agent_loops(path) == load_agent_loops(str(path)) == ("yaml_test_agent",)
     assert agent_loop_class("yaml_test_agent") is SingleTurnAgentLoop
+
+
+FILE = """
+from ostinato_agent_loop import SingleTurnAgentLoop, register
+from ostinato_tools import function_tool
+
+@function_tool(schema={"type": "function", "function": {"name": "dice", "parameters": {"type": "object", "properties": {}}}})
+def dice(): return "4"
+
+@register("file_test_agent")
+class Mine(SingleTurnAgentLoop): pass
+"""
+
+
+def test_a_python_file_is_tools_and_agents_at_once(tmp_path):
+    """The classes that a file registers are known by their names, and the file's tools come from the same run of it."""
+    path = tmp_path / "agent.py"
+    path.write_text(FILE)
+    assert load_agent_loops(path) == load_agent_loops(str(path)) == ("file_test_agent",)
+    agent = agent_loop_class("file_test_agent")
+    assert issubclass(agent, SingleTurnAgentLoop)
+    assert load_tools(function_tool_path=path).names == ("dice",)
+    assert pickle.loads(pickle.dumps(agent)) is agent
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\n", r"must register an agent, got none in '.*agent\.py'; write @register"),
+        ("1 / 0\n", "must run as Python, got ZeroDivisionError"),
+        ("from ostinato_agent_loop import register\nregister('x')(int)\n", "must be a subclass of AgentLoopBase"),
+    ],
+)
+def test_a_python_file_without_agents_says_why(tmp_path, text, message):
+    """A file that registers nothing, or does not run, is an error that names it."""
+    path = tmp_path / "agent.py"
+    path.write_text(text)
+    with pytest.raises(AgentConfigError, match=message) as caught:
+        load_agent_loops(path)
+    assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The root README: its agent runs, by its class, its list and its command, and its commands and links exist."""
+"""The root README: its agent runs, by its class and its command, the example beside it learns, and its commands and links exist."""
 
 import json
 import re
@@ -15,6 +15,9 @@ from ostinato_engines.testing import ScriptedServer
 from ostinato_rollout import ServerPool, SessionBudget
 from ostinato_tokenization import ContinuousTokens
 from ostinato_tokenization.testing import tiny_chat_tokenizer
+from ostinato_trainer.config.loading import load_config
+from ostinato_trainer.custom_code import load_object
+from ostinato_trainer.errors import RewardError
 
 REPO = Path(__file__).resolve().parents[2]
 README = (REPO / "README.md").read_text()
@@ -22,22 +25,19 @@ README = (REPO / "README.md").read_text()
 
 @pytest.fixture
 def agent_files(tmp_path: Path) -> Path:
-    """A folder with the files that the README tells to write."""
+    """A folder with the file that the README tells to write."""
     [code] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    [listed] = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
     (tmp_path / "my_agents.py").write_text(code)
-    (tmp_path / "agents.yaml").write_text(listed)
     return tmp_path
 
 
-async def test_the_example_is_an_agent(agent_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The class of the README, made known by its YAML list, runs and returns both of its turns as sampled tokens."""
-    monkeypatch.syspath_prepend(str(agent_files))
+async def test_the_example_is_an_agent(agent_files: Path) -> None:
+    """The class of the README, made known by its file, runs and returns both of its turns as sampled tokens."""
     tokenizer = tiny_chat_tokenizer()
     server = ScriptedServer(lambda request: "7", encode=tokenizer.encode_text, end_token_id=tokenizer.stop_token_ids[0])
     pool = ServerPool([server])
     await pool.start()
-    agent = AgentConfig(default_agent_loop="second_thoughts", agent_loop_config_path=str(agent_files / "agents.yaml"))
+    agent = AgentConfig(default_agent_loop="second_thoughts", agent_loop_config_path=str(agent_files / "my_agents.py"))
     manager = AgentLoopManager(
         RolloutConfig(agent=agent),
         tokens=ContinuousTokens(tokenizer),
@@ -53,12 +53,39 @@ async def test_the_example_is_an_agent(agent_files: Path, monkeypatch: pytest.Mo
     assert tokenizer.decode(sampled, skip_special_tokens=True) == "77"
 
 
+async def test_the_example_of_one_file_has_its_tool_its_reward_and_its_loop() -> None:
+    """examples/own_agent.py, under its configuration: the call is answered by its tool, the answer scored by its function."""
+    config = load_config(REPO / "examples" / "own_agent.yaml")
+    tokenizer = tiny_chat_tokenizer()
+    replies = ['<tool_call>{"name": "calculator", "arguments": {"expression": "3+4"}}</tool_call>', "The answer is 7."]
+    server = ScriptedServer(replies, encode=tokenizer.encode_text, end_token_id=tokenizer.stop_token_ids[0])
+    pool = ServerPool([server])
+    await pool.start()
+    manager = AgentLoopManager(
+        config.actor_rollout_ref.rollout,
+        tokens=ContinuousTokens(tokenizer),
+        budget=SessionBudget(max_prompt_tokens=800, max_response_tokens=800),
+        pool=pool,
+    )
+    batch = await manager.generate_sequences([{"raw_prompt": [{"role": "user", "content": "3 + 4?"}]}], n=1, step=0)
+    await pool.shutdown()
+    [trajectory] = batch.trajectories
+    assert trajectory.failure is None
+    [output] = trajectory.segments
+    said = [message["content"] for message in output.extra_fields["messages"]]
+    assert said[-2:] == ["7", "The answer is 7."]
+    custom = config.reward.custom_reward_function
+    score = load_object(str(custom.path), custom.name, key="reward.custom_reward_function", error=RewardError)
+    assert await score("", "", "7", {"sampled_text": said[-1]}) == 1.0
+    assert await score("", "", "8", {"sampled_text": said[-1]}) == 0.2
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a deadline for what hangs, on a busy machine too
 def test_the_agent_is_trained_by_the_command_that_is_shown(
     agent_files: Path, base: Path, small: tuple[str, ...]
 ) -> None:
-    """From a folder with the two files, the command of the README trains the agent on what the quickstart has made."""
+    """From a folder with the file, the command of the README trains the agent on what the quickstart has made."""
     shutil.copytree(base, agent_files / "outputs" / "quickstart")
     [shown] = re.findall(
         r"uv run (ostinato train outputs/quickstart/config.yaml.*second_thoughts)\n```", README, re.DOTALL

@@ -60,6 +60,7 @@ async def test_a_conversation_with_a_tool_call_is_recorded_token_by_token(tokeni
     await session.extend([{"role": "tool", "content": "42", "tool_call_id": call.id, "name": call.name}])
     last = await session.generate(PARAMS)
     assert last.message == {"role": "assistant", "content": "The answer is 42."}
+    assert session.num_turns == 4
     await session.close()
     (ledger,) = session.segments
     chosen = [i for i, mask in zip(ledger.response_ids, ledger.response_mask, strict=True) if mask]
@@ -232,7 +233,7 @@ async def test_messages_may_come_in_parts(tokenizer, scripted):
         for part in parts[1]:
             await session.extend(part)
         await session.generate(PARAMS)
-        return session.segments[0].token_ids, session.room
+        return session.segments[0].token_ids, session.room, session.num_turns
 
     system, more = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "And now?"}
     together = await run([[[system, USER]], [[more, USER]]])
@@ -393,7 +394,7 @@ async def test_an_empty_turn_is_not_recorded(tokenizer, scripted):
     await session.extend([USER])
     reply = await session.generate(PARAMS)
     assert (reply.num_tokens, reply.message, session.messages) == (0, {"role": "assistant", "content": ""}, [USER])
-    assert (session.segments[0].response_ids, session.segments[0].response_mask) == ([], [])
+    assert (session.segments[0].response_ids, session.segments[0].response_mask, session.num_turns) == ([], [], 1)
     assert (await session.generate(PARAMS)).message["content"] == "a"
 
 

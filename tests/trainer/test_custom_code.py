@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ostinato_tools.loading import execute_file
 from ostinato_trainer.custom_code import load_object
 from ostinato_trainer.errors import RewardError
 
@@ -18,6 +19,13 @@ def test_files_and_modules_are_loaded(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("x = object()\n")
     assert load(str(tmp_path / "own.py")) is load(str(tmp_path / "own.py"))
     assert load("json", "dumps") is __import__("json").dumps
+
+
+def test_a_file_that_holds_tools_too_is_run_once(tmp_path: Path) -> None:
+    """A reward sees what the tools of the same file have done: they are one module."""
+    path = tmp_path / "own.py"
+    path.write_text("x = object()\n")
+    assert vars(execute_file(path))["x"] is load(str(path))
 
 
 def test_a_prefix_says_whether_it_is_a_file_or_a_module(tmp_path: Path) -> None:
@@ -61,4 +69,4 @@ def test_missing_files_and_modules_are_named(tmp_path: Path) -> None:
         load(str(tmp_path / "no.py"))
     with pytest.raises(RewardError, match="importable module"):
         load("no_such_module_anywhere")
-    assert not [name for name in set(sys.modules) - before if "ostinato_custom" in name]
+    assert not [name for name in set(sys.modules) - before if "ostinato_file_" in name]

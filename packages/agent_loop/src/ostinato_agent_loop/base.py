@@ -14,11 +14,12 @@ import msgspec
 from ostinato_agent_loop.config import AgentConfig, MultiTurnConfig, RolloutConfig
 from ostinato_agent_loop.errors import AgentConfigError
 from ostinato_agent_loop.output import AgentLoopOutput
+from ostinato_agent_loop.rows import row_tool_selection, row_tools_kwargs
 from ostinato_engines import SamplingParams
 from ostinato_rollout import ChatSession, LLMServerClient, Reply, SessionBudget, SessionStateError
 from ostinato_rollout.tracing import Tracer, TrajectoryTrace
 from ostinato_tokenization import ContinuousTokens
-from ostinato_tools import ToolExecutor, ToolParser
+from ostinato_tools import ToolExecutor, ToolParser, TrajectoryTools
 
 _PAUSE_S = 1.0
 
@@ -133,6 +134,14 @@ class AgentLoopContext:
         )
         self.sessions.append(session)
         return session
+
+    def open_tools(self, row: Mapping[str, Any]) -> TrajectoryTools:
+        """Return the trajectory's tools, those that the row selects, with what it says to them; use them as `async with`.
+
+        Raises:
+            AgentRowError: The row says it in a wrong form.
+        """
+        return self.tools.open(self.trajectory_id, row_tools_kwargs(row), row_tool_selection(row))
 
     def share_budget(self) -> None:
         """Let no conversation use what others have used: each may respond as long as all of them together have tokens left.

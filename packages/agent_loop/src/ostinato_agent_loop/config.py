@@ -123,7 +123,7 @@ class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     default_agent_loop: str = "single_turn_agent"
     """Agent of rows that have no `agent_name`."""
     agent_loop_config_path: str | None = None
-    """YAML list of further agents, each with `name` and `_target_` (the class's dotted path)."""
+    """Further agents: a Python file with `@register`ed classes, or a YAML list, each with `name` and `_target_` (the class's dotted path)."""
     custom_async_server: CustomServerConfig = CustomServerConfig()
     """A server class of your own instead of the engines that come with the project."""
     gateway: GatewayConfig = GatewayConfig()

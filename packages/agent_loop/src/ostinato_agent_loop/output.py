@@ -104,7 +104,7 @@ class AgentLoopOutput(msgspec.Struct, kw_only=True):
     """Log-probabilities of the sampled tokens under the policy that sampled them, 0.0 elsewhere; NaN where a turn
     has none, None if all lack them."""
     num_turns: int = 0
-    """Messages of the conversation, the first prompt counted as one."""
+    """Messages of the conversation, those that come together counted as one."""
     stop_reason: TrajectoryEnd = TrajectoryEnd.STOP
     """Why the trajectory ended."""
     policy_versions: tuple[PolicySpan, ...] = ()
@@ -214,25 +214,32 @@ def _check_numbers(name: str, value: Any) -> None:
 def outputs_from_session(
     session: ChatSession,
     *,
-    num_turns: int,
-    stop_reason: TrajectoryEnd,
-    metrics: AgentLoopMetrics,
+    num_turns: int | None = None,
+    stop_reason: TrajectoryEnd = TrajectoryEnd.STOP,
+    metrics: AgentLoopMetrics | None = None,
     extra_fields: dict[str, Any] | None = None,
 ) -> list[AgentLoopOutput]:
-    """Return the segments of a closed session as outputs, with what the session measured added to `metrics`.
+    """Return the segments of a closed session as outputs.
+
+    Args:
+        session: The conversation.
+        num_turns: Of the trajectory; None: of this conversation.
+        stop_reason: Why the trajectory ended.
+        metrics: What the agent has counted; what the session measured is added to it. None: nothing.
+        extra_fields: What the reward reads beside it; None: the conversation, as `messages`.
 
     Raises:
         AgentLoopOutputError: The session was never extended.
     """
     if not session.segments:
         raise AgentLoopOutputError("the session must have a prompt, got none; extend it before asking for its outputs")
-    measured = session.metrics
+    metrics, measured = AgentLoopMetrics() if metrics is None else metrics, session.metrics
     metrics.generate_sequences += measured.generate_s
     metrics.admission += measured.admission_s
     metrics.num_preempted = max(metrics.num_preempted, 0) + measured.num_preempted
     metrics.num_cached_tokens += measured.num_cached_tokens
     metrics.num_tokenization_mismatches += measured.num_mismatches
-    extra = {} if extra_fields is None else extra_fields
+    extra = {"messages": session.messages} if extra_fields is None else extra_fields
     outputs = []
     for index, ledger in enumerate(session.segments):
         spans = ledger.policy_versions
@@ -242,7 +249,7 @@ def outputs_from_session(
                 response_ids=ledger.response_ids,
                 response_mask=ledger.response_mask,
                 response_logprobs=ledger.response_logprobs,
-                num_turns=num_turns,
+                num_turns=session.num_turns if num_turns is None else num_turns,
                 stop_reason=stop_reason,
                 policy_versions=tuple(
                     PolicySpan(start, version, version not in session.inexact_versions) for start, version in spans

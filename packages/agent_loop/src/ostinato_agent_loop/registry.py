@@ -1,4 +1,4 @@
-"""Agents by name: `register` in code, `load_agent_loops` from YAML, `agent_loop_class` to look one up."""
+"""Agents by name: `register` in code, `load_agent_loops` from a file, `agent_loop_class` to look one up."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import yaml
 
 from ostinato_agent_loop.base import AgentLoopBase
 from ostinato_agent_loop.errors import AgentConfigError, UnknownAgentError
+from ostinato_tools import ToolError
+from ostinato_tools.loading import execute_file
 
 _AGENTS: dict[str, type[AgentLoopBase]] = {}
 _OPTIONAL = {"gateway_agent": "ostinato_agent_loop.gateway", "react_agent": "ostinato_agent_loop.langgraph_agent"}
@@ -59,18 +61,40 @@ def registered_agents() -> dict[str, type[AgentLoopBase]]:
 
 
 def load_agent_loops(agent_loop_config_path: str | Path) -> tuple[str, ...]:
-    """Register the agents that a YAML file lists, each with `name` and `_target_`; return their names.
+    """Register the agents of a file; return their names.
+
+    Args:
+        agent_loop_config_path: A Python file whose classes are decorated with `@register`, or a YAML file that lists classes,
+            each with `name` and `_target_`.
 
     Raises:
         AgentConfigError: The file, an entry or a class cannot be used; the message names file and entry.
     """
     path = Path(agent_loop_config_path)
     try:
-        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return _load_python(path) if path.suffix == ".py" else _load_yaml(path)
     except OSError as error:
         raise AgentConfigError(
             f"agent_loop_config_path must be a readable file, got {str(path)!r} ({error.strerror}); correct the path"
         ) from error
+
+
+def _load_python(path: Path) -> tuple[str, ...]:
+    try:
+        module = execute_file(path)
+    except ToolError as error:
+        raise AgentConfigError(f"agent_loop_config_path: {error}") from error
+    names = tuple(name for name, cls in _AGENTS.items() if cls.__module__ == module.__name__)
+    if not names:
+        raise AgentConfigError(
+            f"agent_loop_config_path must register an agent, got none in {str(path)!r}; write @register('my_agent') above its class"
+        )
+    return names
+
+
+def _load_yaml(path: Path) -> tuple[str, ...]:
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise AgentConfigError(
             f"agent_loop_config_path must hold YAML, got {str(path)!r}: {error}; correct it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ostinato_agent_loop.base import AgentLoopBase
-from ostinato_agent_loop.output import AgentLoopMetrics, AgentLoopOutput, TrajectoryEnd, outputs_from_session
+from ostinato_agent_loop.output import AgentLoopOutput, TrajectoryEnd, outputs_from_session
 from ostinato_agent_loop.registry import register
 from ostinato_agent_loop.rows import row_messages
 from ostinato_engines import SamplingParams, StopReason
@@ -26,8 +26,6 @@ class SingleTurnAgentLoop(AgentLoopBase):
             end = TrajectoryEnd.STOP if reply.num_tokens else TrajectoryEnd.NOTHING_GENERATED
         return outputs_from_session(
             session,
-            num_turns=2 if reply.num_tokens else 1,
             stop_reason=end,
-            metrics=AgentLoopMetrics(),
             extra_fields={"turn_scores": [], "tool_rewards": [], "messages": session.messages},
         )

@@ -16,7 +16,7 @@ from typing import Any
 from ostinato_agent_loop.base import AgentLoopBase
 from ostinato_agent_loop.output import AgentLoopMetrics, AgentLoopOutput, TrajectoryEnd, outputs_from_session
 from ostinato_agent_loop.registry import register
-from ostinato_agent_loop.rows import row_messages, row_tool_selection, row_tools_kwargs
+from ostinato_agent_loop.rows import row_messages
 from ostinato_engines import SamplingParams, StopReason
 from ostinato_rollout import BudgetExceededError, ChatSession, Reply
 from ostinato_tools import ToolCall, TrajectoryTools
@@ -67,8 +67,7 @@ class ToolAgentLoop(AgentLoopBase):
         `turn_scores` (one for each turn with calls: the sum of their rewards), `tool_state_rewards` (by tool, of the state
         left behind) and `messages` (the conversation)."""
         context, prompt = self.context, row_messages(row)
-        opened = context.tools.open(context.trajectory_id, row_tools_kwargs(row), row_tool_selection(row))
-        async with opened as tools, context.open_session(row, tools.schemas) as session:
+        async with context.open_tools(row) as tools, context.open_session(row, tools.schemas) as session:
             episode = Episode(session, tools, sampling_params, prompt)
             steps = {
                 AgentState.PENDING: self._pending,
@@ -82,7 +81,6 @@ class ToolAgentLoop(AgentLoopBase):
         episode.metrics.num_release_failures = len(tools.release_failures)
         return outputs_from_session(
             session,
-            num_turns=1 + episode.assistant_turns + episode.user_turns,
             stop_reason=episode.end or TrajectoryEnd.NO_TOOL_CALL,
             metrics=episode.metrics,
             extra_fields={

@@ -77,6 +77,8 @@ class ChatSession:
         self.config = config
         self.messages: list[dict] = []
         """The conversation so far, in OpenAI form; read it, do not write it."""
+        self.num_turns = 0
+        """Turns so far, recorded ones of the policy and those of others: messages that come together count as one, the prompt too."""
         self.metrics = SessionMetrics()
         """What the conversation cost; complete after `close`."""
         self.inexact_versions: set[int] = set()
@@ -142,6 +144,7 @@ class ChatSession:
         new = checked_messages(messages)
         self._segments.extend(self.messages, new, num_unanswered=self._unanswered)
         self.messages.extend(new)
+        self.num_turns += not self._unanswered
         self._unanswered += len(new)
 
     async def generate(self, sampling_params: SamplingParams) -> Reply:
@@ -289,6 +292,7 @@ class ChatSession:
         message = assistant_message(parsed, text)
         self.messages.append(message)
         self._unanswered = 0
+        self.num_turns += 1
         self._turn += 1
         return Reply(
             message=message,

@@ -168,7 +168,7 @@ def _load_functions(path: Path, registry: ToolRegistry) -> None:
 
 
 def execute_file(path: str | Path, name: str | None = None) -> ModuleType:
-    """Execute a Python file as a module, once per process and text.
+    """Execute a Python file as a module, once per process and text, whatever is looked for in it: tools, agents, rewards.
 
     Args:
         path: The file.
@@ -181,7 +181,7 @@ def execute_file(path: str | Path, name: str | None = None) -> ModuleType:
     path = Path(path)
     source = path.read_bytes()
     full = path.resolve()
-    name = name or f"ostinato_tools_file_{full.stem}_{sha256(bytes(full) + b'/' + source).hexdigest()[:16]}"
+    name = name or f"ostinato_file_{full.stem}_{sha256(bytes(full) + b'/' + source).hexdigest()[:16]}"
     known = sys.modules.get(name)
     if known is not None:
         return known
@@ -190,11 +190,10 @@ def execute_file(path: str | Path, name: str | None = None) -> ModuleType:
     sys.modules[name] = module  # before execution: dataclasses and pickle look their module up
     try:
         exec(compile(source, str(full), "exec"), module.__dict__)
-    except ToolError:
+    except BaseException as error:  # the user's file: whatever it raises, there are no tools in it
         del sys.modules[name]
-        raise
-    except (Exception, SystemExit) as error:  # the user's file: whatever it raises, there are no tools in it
-        del sys.modules[name]
+        if isinstance(error, ToolError) or not isinstance(error, Exception | SystemExit):
+            raise
         raise ToolImportError(
             f"{path} must run as Python, got {type(error).__name__}: {error}; see what `python {path}` says"
         ) from error

@@ -1,20 +1,20 @@
 """Objects of the user's own, named by a Python file (or dotted module) and a name in it.
 
-Importing runs the user's code: whatever it raises comes out as the caller's error with file and line.
+Importing runs the user's code: whatever it raises comes out as the caller's error with file and line. A file is run once, also where
+tools or agents are in it too.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import importlib.util
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+from ostinato_tools import ToolError, ToolImportError
+from ostinato_tools.loading import execute_file
 from ostinato_trainer.errors import TrainerError
 from ostinato_trainer.home_paths import home_path
 
@@ -74,25 +74,14 @@ def without_prefix(path: str) -> str:
 
 
 def _import_file(path: str, key: str, error: type[TrainerError]) -> ModuleType:
-    file = home_path(path, f"{key}.path", error).resolve()
+    file = home_path(path, f"{key}.path", error)
     if not file.is_file():
         raise error(f"{key}.path must be an existing Python file, got {path}; check the path")
-    name = f"ostinato_custom_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise error(f"{key}.path must be a Python file, got {path}; rename it to end with .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
-    except BaseException as cause:
-        del sys.modules[name]
-        if not isinstance(cause, Exception | SystemExit):
-            raise
+        return execute_file(file)
+    except ToolError as raised:
+        cause = raised.__cause__ if isinstance(raised, ToolImportError) and raised.__cause__ is not None else raised
         raise error(f"{key}.path must import without errors, got {place_of(cause, path)}; mend the file") from cause
-    return module
 
 
 def _import_module(path: str, key: str, error: type[TrainerError]) -> ModuleType:

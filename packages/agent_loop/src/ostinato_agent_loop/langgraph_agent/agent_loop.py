@@ -20,7 +20,7 @@ from ostinato_agent_loop.langgraph_agent.chat_model import ChatModel
 from ostinato_agent_loop.langgraph_agent.conversations import GraphConversations
 from ostinato_agent_loop.langgraph_agent.graph_tools import GraphTools, TrajectoryTool, langchain_tools
 from ostinato_agent_loop.output import AgentLoopOutput, TrajectoryEnd, outputs_from_session
-from ostinato_agent_loop.rows import row_messages, row_tool_selection, row_tools_kwargs
+from ostinato_agent_loop.rows import row_messages
 from ostinato_engines import SamplingParams
 from ostinato_rollout import ChatSession
 
@@ -82,7 +82,7 @@ class LangGraphAgentLoop(AgentLoopBase):
             context.share_budget,
         )
         bridge = LoopBridge()
-        async with context.tools.open(context.trajectory_id, row_tools_kwargs(row), row_tool_selection(row)) as opened:
+        async with context.open_tools(row) as opened:
             self.tools = tools = GraphTools(opened, context.config, conversations.finish)
             try:
                 model = ChatModel.over(conversations, bridge, on_turn=tools.expect)

@@ -143,13 +143,13 @@ class WorkerBody(ActorBody):
             AgentConfigError, UnknownAgentError, ToolError: A setting, the default agent or a tool cannot be used.
         """
         config, self._share = spec.config, share
+        if config.agent.agent_loop_config_path is not None:  # first: pickle finds the classes of a file that has run
+            load_agent_loops(config.agent.agent_loop_config_path)
         for name, agent in agents.items():
             try:
                 register(name)(pickle.loads(agent))
             except Exception as error:  # of a module that is not to be had here: only its own trajectories need it
                 logger.warning("agent %r stays unknown here: %s: %s", name, type(error).__name__, error)
-        if config.agent.agent_loop_config_path is not None:
-            load_agent_loops(config.agent.agent_loop_config_path)
         agent_loop_class(config.agent.default_agent_loop)  # now, and not in every trajectory
         make_tools = spec.make_tools or (lambda: make_tool_executor(config.multi_turn, spec.tokens.tokenizer))
         self._tools = make_tools()
