@@ -3,7 +3,9 @@
 import asyncio
 import json
 import math
+import os
 import sqlite3
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -107,13 +109,20 @@ def test_wandb_without_an_account_is_an_error_before_the_run(
         Loggers.from_config(config_for(tmp_path, "wandb"))
 
 
-def test_trackio_records_and_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trackio's database has every step of the run, before and after it was taken up again."""
+@pytest.fixture
+def trackio_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where Trackio keeps its databases."""
     pytest.importorskip("trackio")
     from trackio import sqlite_storage, utils
 
     monkeypatch.setattr(utils, "TRACKIO_DIR", tmp_path)
     monkeypatch.setattr(sqlite_storage, "TRACKIO_DIR", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("trackio_folder")
+def test_trackio_records_and_goes_on_with_its_run(tmp_path: Path) -> None:
+    """Trackio's database has every step of the run, before and after it was taken up again."""
     config = config_for(tmp_path, "trackio")
     ids = record(config, (1, 2))
     assert record(config, (3,), state=ids) == ids == {"trackio": "e"}
@@ -123,15 +132,9 @@ def test_trackio_records_and_goes_on_with_its_run(tmp_path: Path, monkeypatch: p
     assert steps == [1, 2, 3]
 
 
-def test_steps_that_trackio_has_are_recorded_again_in_a_run_of_another_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("trackio_folder")
+def test_steps_that_trackio_has_are_recorded_again_in_a_run_of_another_name(tmp_path: Path) -> None:
     """Taken up after step 1 of 3, twice: every run has each of its steps once."""
-    pytest.importorskip("trackio")
-    from trackio import sqlite_storage, utils
-
-    monkeypatch.setattr(utils, "TRACKIO_DIR", tmp_path)
-    monkeypatch.setattr(sqlite_storage, "TRACKIO_DIR", tmp_path)
     config = config_for(tmp_path, "trackio")
     ids = record(config, (1, 2, 3))
     again = [record(config, (2, 3), state=ids, steps_done=1) for _ in range(2)]
@@ -144,6 +147,48 @@ def test_steps_that_trackio_has_are_recorded_again_in_a_run_of_another_name(
         if json.loads(metrics).get("critic/score/mean") == 0.5:
             steps.setdefault(name, []).append(step)
     assert steps == {"e": [1, 2, 3], "e-after-step-1": [2, 3, 4], "e-after-step-1-2": [2, 3]}
+
+
+SERVER = """
+import trackio
+_, _, _, url = trackio.show(open_browser=False, block_thread=False)
+print("serves", url, flush=True)
+input()
+"""
+
+
+def test_steps_that_a_server_of_trackio_has_are_known(trackio_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the records are not on this machine, a run whose later steps are there is not gone on with either."""
+    config = config_for(trackio_folder, "trackio")
+    ids = record(config, (1, 2, 3))
+    environment = {**os.environ, "TRACKIO_DIR": str(trackio_folder)}
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as server:
+        try:
+            assert server.stdout is not None
+            url = next(line.split()[1] for line in server.stdout if line.startswith("serves "))
+            monkeypatch.setenv("TRACKIO_SERVER_URL", url)
+            for module in ("utils", "sqlite_storage"):
+                monkeypatch.setattr(f"trackio.{module}.TRACKIO_DIR", trackio_folder / "of another machine")
+            for steps_done, expected in ((1, "e-after-step-1"), (3, "e")):
+                log = Loggers.from_config(config, state=ids, steps_done=steps_done)
+                assert log.state_dict() == {"trackio": expected}
+                log.close()
+        finally:
+            server.kill()
+
+
+@pytest.mark.parametrize(("end", "level"), [(RunEnd.FAILED, "error"), (RunEnd.KILLED, "warn"), (RunEnd.FINISHED, None)])
+def test_trackio_has_an_alert_of_a_run_that_did_not_finish(
+    trackio_folder: Path, end: RunEnd, level: str | None
+) -> None:
+    """Its dashboard shows, at the last step, that the run has failed or was ended; of one that has finished there is nothing to say."""
+    record(config_for(trackio_folder, "trackio"), (1, 2), end=end)
+    import trackio
+
+    alerts = trackio.Api().alerts("p")
+    assert [(alert["run"], alert["level"], alert["step"]) for alert in alerts] == ([("e", level, 2)] if level else [])
 
 
 @pytest.mark.slow

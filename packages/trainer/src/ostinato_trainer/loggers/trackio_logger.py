@@ -1,16 +1,15 @@
 """Metrics to Trackio. The only module that imports it; behind the extra `trackio`.
 
-Where runs are kept is Trackio's own affair (`TRACKIO_DIR`, `TRACKIO_SPACE_ID`); `trackio show --project NAME` shows them.
+Where runs are kept is Trackio's own affair (`TRACKIO_DIR`, `TRACKIO_SPACE_ID`, `TRACKIO_SERVER_URL`); `trackio show --project NAME` shows
+them.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
 
 import trackio  # pyright: ignore[reportMissingImports]  (an extra)
-from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
 
 from ostinato_trainer.config import Config
 from ostinato_trainer.config.loading import flat_values
@@ -21,14 +20,21 @@ from ostinato_trainer.metrics.generations import GENERATION_COLUMNS
 __all__ = ["TrackioLogger"]
 
 
+_ALERTS: Final = {
+    RunEnd.FAILED: ("The run has failed", trackio.AlertLevel.ERROR),
+    RunEnd.KILLED: ("The run was ended by Ctrl-C or SIGTERM", trackio.AlertLevel.WARN),
+}
+"""Trackio knows no state of a run; alerts are what its dashboard shows and what its webhooks tell."""
+
+
 class TrackioLogger:
     """One run of the project `trainer.project_name`, named `trainer.experiment_name`.
 
     Args:
         config: Every key is recorded.
         run_id: Name of the run to go on with; None begins one.
-        steps_done: Of a run that is taken up again. Where Trackio's database of this machine has steps after it, they stay as they are, and a
-            run of another name begins.
+        steps_done: Of a run that is taken up again. Where Trackio has steps after it, here, in a Space or on a server, they stay as they are,
+            and a run of another name begins.
 
     Raises:
         LoggerError: Trackio refuses.
@@ -39,20 +45,11 @@ class TrackioLogger:
     def __init__(self, config: Config, *, run_id: str | None = None, steps_done: int | None = None) -> None:
         project, name = config.trainer.project_name, run_id or config.trainer.experiment_name
         try:
-            if run_id is not None and steps_done is not None and _last_step(project, run_id) > steps_done:
-                run_id, name = None, _free_name(project, f"{run_id}-after-step-{steps_done}")
-            self._run = trackio.init(
-                project=project,
-                name=name,
-                config={
-                    key: value if isinstance(value, int | float) else str(value)
-                    for key, value in flat_values(config).items()
-                },
-                resume="allow" if run_id else "never",
-                embed=False,
-                auto_log_cpu=False,
-                auto_log_gpu=False,
-            )
+            self._run = _begun(config, project, name, resume="allow" if run_id else "never")
+            if run_id is not None and steps_done is not None and self._run._next_step > steps_done + 1:
+                self._run.finish()
+                name = _free_name(self._run._existing_runs, f"{run_id}-after-step-{steps_done}")
+                self._run = _begun(config, project, name, resume="never")
         except Exception as error:
             raise LoggerError(
                 f"the logger trackio must be able to begin a run, got {type(error).__name__}: {error}; "
@@ -79,19 +76,30 @@ class TrackioLogger:
         self._run.log(texts, step=step)
 
     def close(self, end: RunEnd = RunEnd.FINISHED) -> None:
-        """Finish the run; Trackio shows no end."""
+        """Finish the run, with an alert where it did not come to its end."""
+        if end in _ALERTS:
+            title, level = _ALERTS[end]
+            self._run.alert(title, level=level)
         self._run.finish()
 
 
-def _last_step(project: str, name: str) -> float:
-    """The last step that is recorded of a run; below any where none is, or where the records are on a server."""
-    step = SQLiteStorage.get_max_step_for_run(project, name)
-    return -math.inf if step is None else step
+def _begun(config: Config, project: str, name: str, *, resume: str) -> Any:
+    """Trackio's run; of one that it goes on with, it knows the next step wherever the others are."""
+    return trackio.init(
+        project=project,
+        name=name,
+        config={
+            key: value if isinstance(value, int | float) else str(value) for key, value in flat_values(config).items()
+        },
+        resume=resume,
+        embed=False,
+        auto_log_cpu=False,
+        auto_log_gpu=False,
+    )
 
 
-def _free_name(project: str, name: str) -> str:
-    """The name, or the first with a number behind it that no run of the project has."""
-    taken = set(SQLiteStorage.get_runs(project))
+def _free_name(taken: Collection[str], name: str) -> str:
+    """The name, or the first with a number behind it that is not taken."""
     return next(
         each for each in (name, *(f"{name}-{number}" for number in range(2, len(taken) + 3))) if each not in taken
     )
