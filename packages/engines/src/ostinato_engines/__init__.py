@@ -38,11 +38,13 @@ from ostinato_engines.types import (
     WeightManifest,
     as_token_output,
 )
+from ostinato_engines.weight_routes import CollectiveRoute, SocketRoute, WeightPlace, WeightRoute
 
 __all__ = [
     "AsyncServerBase",
     "Capabilities",
     "ChatCodec",
+    "CollectiveRoute",
     "ConformanceError",
     "EngineClosedError",
     "EngineCrashedError",
@@ -60,12 +62,15 @@ __all__ = [
     "PolicySpan",
     "SamplingParams",
     "SamplingParamsError",
+    "SocketRoute",
     "StopReason",
     "TensorSpec",
     "TokenOutput",
     "UnsupportedError",
     "WeightManifest",
     "WeightPeerLostError",
+    "WeightPlace",
+    "WeightRoute",
     "WeightUpdateError",
     "WeightUpdateTimeoutError",
     "as_token_output",

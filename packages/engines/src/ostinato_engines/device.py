@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ostinato_engines.errors import EngineInputError, MissingDependencyError
+from ostinato_engines.weight_routes import WeightPlace, host_name
 
 if TYPE_CHECKING:
     import torch
@@ -205,6 +206,20 @@ def shares_memory(device: "str | torch.device") -> bool:
 def unique_name(device: "str | torch.device") -> str:
     """By which every process of this host finds a device that shares memory, whatever its index there."""
     return str(_torch().cuda.get_device_properties(device).uuid)
+
+
+def place_of(device: "str | torch.device") -> WeightPlace:
+    """Where a process of this host is that has its weights on the device."""
+    return WeightPlace(host_name(), unique_name(device) if shares_memory(device) else "")
+
+
+def collective_versions(device: "str | torch.device") -> str:
+    """What carries bytes between processes for the device: others may wait for each other in vain."""
+    release = ".".join(_torch().__version__.partition("+")[0].split(".")[:2])
+    library = distributed_backend(device)
+    if library == "nccl":
+        library += " " + ".".join(map(str, _torch().cuda.nccl.version()))
+    return f"torch {release} with {library}"
 
 
 def empty_to_share(num_bytes: int, device: "str | torch.device") -> "torch.Tensor":

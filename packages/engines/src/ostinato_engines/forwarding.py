@@ -21,6 +21,7 @@ from ostinato_engines.chat import decoded_body
 from ostinato_engines.errors import EngineCrashedError, EngineError, UnsupportedError
 from ostinato_engines.server import AsyncServerBase
 from ostinato_engines.types import PauseMode, WeightManifest
+from ostinato_engines.weight_routes import WeightRoute
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,6 +94,16 @@ class ForwardingServer(AsyncServerBase):
                 with suppress(EngineError):
                     await receiving
 
+    async def receive_weights(self, manifest: WeightManifest, route: WeightRoute) -> None:
+        await self._ask("receive_along_route", _AlongRoute(manifest, route), object)
+
+
+class _AlongRoute(msgspec.Struct, frozen=True):
+    """What `receive_weights` is asked with."""
+
+    manifest: WeightManifest
+    route: WeightRoute
+
 
 async def _end_wait(connecting: "asyncio.Future[socket.socket]", path: Path) -> None:
     """Lets a thread go that waits for an end which will not come: its own caller comes instead."""
@@ -115,6 +126,15 @@ def answers_of(server: AsyncServerBase) -> dict[str, AnswerCall]:
         connection = await asyncio.to_thread(transfer.connect, _decoded(raw, str))
         await transfer.serve_weight_updates(server, transfer.WeightReceiver(connection))
 
+    async def receive_along_route(raw: msgspec.Raw) -> None:
+        asked = _decoded(raw, _AlongRoute)
+        transfer = await asyncio.to_thread(importlib.import_module, "ostinato_engines.weight_transfer")
+        try:
+            await server.receive_weights(asked.manifest, asked.route)
+        except BaseException as error:
+            await asyncio.to_thread(transfer.decline, asked.route, f"{type(error).__name__}: {error}")
+            raise
+
     return {
         "chat_completion": lambda raw: server.chat_completion(_decoded(raw, object)),
         "wake_up": lambda raw: server.wake_up(_decoded_names(raw)),
@@ -123,6 +143,7 @@ def answers_of(server: AsyncServerBase) -> dict[str, AnswerCall]:
         "resume": lambda raw: server.resume(),
         "abort": lambda raw: server.abort(_decoded_names(raw)),
         "receive_weights": receive_weights,
+        "receive_along_route": receive_along_route,
         "reset_prefix_cache": lambda raw: server.reset_prefix_cache(),
         "health": lambda raw: server.health(),
         "release": lambda raw: server.release(_decoded(raw, str)),

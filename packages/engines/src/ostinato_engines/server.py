@@ -19,6 +19,7 @@ from ostinato_engines.types import (
     WeightManifest,
 )
 from ostinato_engines.versions import installed_versions
+from ostinato_engines.weight_routes import WeightRoute
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,6 +126,16 @@ class AsyncServerBase(ABC):
             WeightUpdateError: The stream failed; the engine is not ready until a complete update.
         """
         raise UnsupportedError(f"{self._name} cannot update its weights; start a new one from a checkpoint")
+
+    async def receive_weights(self, manifest: WeightManifest, route: WeightRoute) -> None:
+        """Does what `update_weights` does, with tensors that its workers (`capabilities().weight_workers`) fetch along a route.
+
+        Whoever sends along the route must be told of an error (`ostinato_engines.weight_transfer.decline`): perhaps no worker has come.
+
+        Raises:
+            EngineError: As `update_weights`.
+        """
+        raise UnsupportedError(f"{self._name} has no workers that fetch weights; hand them to update_weights()")
 
     async def reset_prefix_cache(self) -> None:
         """Forgets the state of conversations that are not in flight; by default there is none."""

@@ -37,6 +37,7 @@ from ostinato_engines.types import (
     TokenOutput,
     WeightManifest,
 )
+from ostinato_engines.weight_routes import WeightRoute
 
 try:
     from ostinato_engines.batcher import Batcher, Ended
@@ -44,6 +45,7 @@ try:
     from ostinato_engines.request import Request, checked_prompt
     from ostinato_engines.request_desk import RequestDesk
     from ostinato_engines.sampling import stream_keys
+    from ostinato_engines.weight_transfer import RouteFollower, follow_route
     from ostinato_engines.weights import WeightWriter
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] not in ("torch", "transformers"):
@@ -109,6 +111,7 @@ class TransformersServer(AsyncServerBase):
         if max_model_len is not None:
             self.max_model_len = max_model_len
         self._status = EngineStatus()
+        self._follower = RouteFollower(self._device)
         self._runner: ModelRunner | None = None
         self._batcher: Batcher | None = None
         self._desk: RequestDesk | None = None
@@ -162,6 +165,7 @@ class TransformersServer(AsyncServerBase):
             if self._runner is not None:
                 self._runner.close()
             self._runner = self._batcher = self._desk = self._writer = None
+            self._follower.close()
         await self._steps.close()
 
     async def health(self) -> Health:
@@ -182,6 +186,7 @@ class TransformersServer(AsyncServerBase):
             sleep_levels=(1, 2),
             weight_update=True,
             partial_updates=True,
+            weight_workers=() if self._runner is None else (devices.place_of(self._device),),
             exact_policy_spans=True,
             media=False,
             chat_completion=self._codec is not None,
@@ -346,6 +351,9 @@ class TransformersServer(AsyncServerBase):
             self.policy_version = manifest.version
             self._status.end_update(manifest)
         self._steps.wake()
+
+    async def receive_weights(self, manifest: WeightManifest, route: WeightRoute) -> None:
+        await follow_route(self.update_weights, self._follower, manifest, route)
 
     async def reset_prefix_cache(self) -> None:
         batcher, desk, _ = self._parts()

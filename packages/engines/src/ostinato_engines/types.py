@@ -13,6 +13,7 @@ import msgspec
 
 from ostinato_engines.errors import EngineInputError, ManifestError, SamplingParamsError
 from ostinato_engines.weight_blocks import whole_blocks
+from ostinato_engines.weight_routes import WeightPlace
 
 _KNOWN_ALIASES = {
     "do_sample": "temperature=0 for greedy decoding",
@@ -346,6 +347,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     weight_update: bool = False
     partial_updates: bool = False
     """Takes an update in part (`WeightManifest.is_partial`) where it has the rest, and refuses it with `ManifestError` where not."""
+    weight_workers: tuple[WeightPlace, ...] = ()
+    """Processes that fetch weights along a route (`AsyncServerBase.receive_weights`), by their rank in the engine; empty where none does, or
+    none yet: known once it has started."""
     exact_policy_spans: bool = False
     media: bool = False
     chat_completion: bool = False

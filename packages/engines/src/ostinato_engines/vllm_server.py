@@ -39,6 +39,7 @@ from ostinato_engines.vllm_engine.held import HeldAnswer
 from ostinato_engines.vllm_engine.launch import LaunchOptions, can_sleep
 from ostinato_engines.vllm_engine.running import RunningEngine
 from ostinato_engines.vllm_engine.sampling import to_vllm
+from ostinato_engines.weight_routes import WeightRoute
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -162,6 +163,7 @@ class VLLMServer(AsyncServerBase):
             sleep_levels=(1, 2) if engine is not None and can_sleep(engine.parts) else (),
             weight_update=engine is not None and not engine.why_no_update,
             partial_updates=engine is not None and not engine.why_no_update,
+            weight_workers=() if engine is None or engine.why_no_update else engine.workers,
             exact_policy_spans=engine is not None and engine.exact_spans,
             chat_completion=self._codec is not None or (engine is not None and engine.chat is not None),
             kv_capacity_tokens=None if engine is None else engine.kv_capacity_tokens,
@@ -354,6 +356,14 @@ class VLLMServer(AsyncServerBase):
         The stream goes through shared memory to vLLM's worker; names, shapes and types are the checkpoint's. See
         `AsyncServerBase.update_weights` for what a failure means.
         """
+        await self._replace_weights(manifest, weights)
+
+    async def receive_weights(self, manifest: WeightManifest, route: WeightRoute) -> None:
+        await self._replace_weights(manifest, route)
+
+    async def _replace_weights(
+        self, manifest: WeightManifest, weights: "Iterable[tuple[str, Tensor]] | WeightRoute"
+    ) -> None:
         engine = self._running()
         engine.check_manifest(manifest)
         async with self._changing:

@@ -18,6 +18,7 @@ from ostinato_rollout.fleet import Fleet
 from ostinato_rollout.patience import to_its_end
 from ostinato_rollout.pool_operations import Operation, PoolOperations
 from ostinato_rollout.replica_state import Replica, ReplicaState
+from ostinato_rollout.routed_update import RoutedUpdate, WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -109,20 +110,28 @@ class WeightSync:
         async def pause(replica: Replica) -> None:
             await self._pause(replica, mode)
 
+        async def wake(replica: Replica) -> None:
+            await replica.server.wake_up([WEIGHTS])
+
         async def update(replica: Replica) -> None:
-            if replica.index in self._asleep:  # some engines give up their weights' memory, too, however they sleep
-                await replica.server.wake_up([WEIGHTS])
             self._begun.add(replica.index)
             await give_weights(replica, manifest, make_weights)
             self._done.add(replica.index)
 
+        def taking() -> list[Replica]:
+            states = (_S.UPDATING, _S.WAITING_FOR_WEIGHTS)
+            return [each for each in members if each.state in states and each.index not in self._done]
+
         try:
             await self._on_each("pause", self._awake(updating), pause)
-            await self._on_each(
-                f"take weights of version {version}",
-                [replica for replica in members if replica.state in (_S.UPDATING, _S.WAITING_FOR_WEIGHTS)],
-                update,
-            )
+            # Some engines give up their weights' memory, too, however they sleep.
+            asleep = [replica for replica in taking() if replica.index in self._asleep]
+            await self._on_each("wake up for weights", asleep, wake)
+            if isinstance(make_weights, WeightSource):
+                self._begun.update(replica.index for replica in taking())
+                along = RoutedUpdate(self._operations, timeout_s=self._timeout_s)
+                self._done |= await along.run(taking(), manifest, make_weights)
+            await self._on_each(f"take weights of version {version}", taking(), update)
         finally:
             await to_its_end(self._settle(members, version))
 

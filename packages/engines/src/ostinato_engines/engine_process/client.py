@@ -39,6 +39,7 @@ from ostinato_engines.types import (
     WeightManifest,
 )
 from ostinato_engines.vllm_engine.diagnosis import explain
+from ostinato_engines.weight_routes import WeightRoute
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -293,6 +294,10 @@ class EngineProcess(ForwardingServer):
         """Streams through shared memory; see `AsyncServerBase.update_weights` for what a failure means."""
         self._status.require_loaded()
         await super().update_weights(manifest, weights)
+        self.policy_version = manifest.version
+
+    async def receive_weights(self, manifest: WeightManifest, route: WeightRoute) -> None:
+        await super().receive_weights(manifest, route)
         self.policy_version = manifest.version
 
     async def _ask(self, method: str, argument: Any, kind: type[T]) -> T:

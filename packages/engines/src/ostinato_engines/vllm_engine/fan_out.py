@@ -14,10 +14,9 @@ from functools import partial
 from torch import Tensor
 
 from ostinato_engines import device as devices
-from ostinato_engines.errors import WeightUpdateError
 from ostinato_engines.types import WeightManifest
 from ostinato_engines.weight_transfer import MemoryKind, WeightListener, WeightSender
-from ostinato_engines.weight_transfer.memory import create_memory
+from ostinato_engines.weight_transfer.memory import memory_on
 
 logger = logging.getLogger(__name__)
 
@@ -118,14 +117,7 @@ async def send_to_all(
 
 def memory_for(tensor: Tensor | None) -> tuple[MemoryKind, str]:
     """Where buckets go, and the device: a device's memory for weights that lie there, if processes can share it."""
-    if tensor is None or not devices.shares_memory(tensor.device):
-        return MemoryKind.SHARED, devices.HOST
-    try:
-        # Not every allocator of device memory can share: torch's expandable segments cannot.
-        create_memory(MemoryKind.DEVICE, str(tensor.device), num_slots=1, slot_bytes=1).close()
-    except WeightUpdateError:
-        return MemoryKind.SHARED, devices.HOST
-    return MemoryKind.DEVICE, str(tensor.device)
+    return memory_on(devices.HOST if tensor is None else str(tensor.device))
 
 
 def _raising(error: Exception) -> Iterator[tuple[str, Tensor]]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
+
 from ostinato_engines.errors import (
     EngineCrashedError,
     EngineError,
@@ -28,6 +30,7 @@ from ostinato_engines.vllm_engine.held import (
 )
 from ostinato_engines.vllm_engine.launch import LaunchOptions, start_engine
 from ostinato_engines.vllm_engine.probe import VLLMParts, find_vllm
+from ostinato_engines.weight_routes import WeightPlace, WeightRoute
 from ostinato_engines.weight_transfer import WeightListener
 
 if TYPE_CHECKING:
@@ -55,6 +58,8 @@ class RunningEngine:
     """Why every token comes over by itself; empty where a request's outputs are held in the engine core until it ends."""
     why_row_by_row: str
     """Why vLLM draws seeded requests one after the other; empty where they are drawn together."""
+    workers: tuple[WeightPlace, ...]
+    """Where its workers have their weights, by rank."""
     _asked: set[str] = field(default_factory=set)
     _taken: dict[str, HeldAnswer] = field(default_factory=dict)
 
@@ -72,6 +77,7 @@ class RunningEngine:
             # The answer is kept by vLLM: from now on a request is known to it as soon as it is sent.
             await llm.get_supported_tasks()
             obstacles = await llm.collective_rpc("ostinato_get_ready")
+            places = await llm.collective_rpc("ostinato_place")
             tensors, why_not = _tensors_of(llm, options)
             chat = None if parts.chat is None else await make_endpoint(llm, options.model, parts.chat, parts.refusals)
             adapter = None if options.lora is None else parts.lora_request("adapter", 1, options.lora)
@@ -89,6 +95,7 @@ class RunningEngine:
             why_no_update=why_not,
             why_no_hold=why_no_hold,
             why_row_by_row=next(filter(None, obstacles), ""),
+            workers=tuple(WeightPlace(*place) for place in places),
         )
 
     @property
@@ -248,11 +255,16 @@ class RunningEngine:
         self.tensors.check(manifest)
 
     async def replace_weights(
-        self, manifest: WeightManifest, weights: "Iterable[tuple[str, Tensor]]", *, is_awake: bool
+        self, manifest: WeightManifest, weights: "Iterable[tuple[str, Tensor]] | WeightRoute", *, is_awake: bool
     ) -> None:
         """New weights for what is sampled from now on; the engine is left paused.
 
         Nothing older is served afterwards: requests in flight lose their state and are computed anew.
+
+        Args:
+            manifest: What comes.
+            weights: The tensors, or where the workers fetch them.
+            is_awake: Whether something may be computed now.
 
         Raises:
             WeightUpdateError: The stream failed; everything in flight was aborted.
@@ -260,7 +272,10 @@ class RunningEngine:
         if is_awake:
             await self.pause(PauseMode.KEEP)
         try:
-            await self._send(manifest, weights)
+            if isinstance(weights, WeightRoute):
+                await self._follow(manifest, weights)
+            else:
+                await self._send(manifest, weights)
             await self._reset_all()
             await self.serve_version(manifest.version)
         except BaseException:
@@ -268,6 +283,15 @@ class RunningEngine:
             if not self.is_dead:
                 await self.pause(PauseMode.ABORT)
             raise
+
+    async def _follow(self, manifest: WeightManifest, route: WeightRoute) -> None:
+        """Has the workers fetch the tensors."""
+        arguments = msgspec.msgpack.encode(manifest), msgspec.msgpack.encode(route)
+        answers = await self._reply(
+            self.llm.collective_rpc("ostinato_follow_route", args=arguments), "take the weights"
+        )
+        if failures := [text for text in answers if text]:
+            raise WeightUpdateError(f"workers must take the weights, got {failures}; send a complete update")
 
     async def _send(self, manifest: WeightManifest, weights: "Iterable[tuple[str, Tensor]]") -> None:
         """Streams through shared memory to the workers, each of which is told where to come for it."""

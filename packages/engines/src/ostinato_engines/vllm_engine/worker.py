@@ -10,18 +10,17 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import msgspec
 
 from ostinato_engines import device as devices
 from ostinato_engines.errors import WeightUpdateError
 from ostinato_engines.types import WeightManifest
 from ostinato_engines.vllm_engine.sampling import OUR_PROCESSORS
-from ostinato_engines.weight_transfer import WeightReceiver, connect
+from ostinato_engines.weight_routes import WeightRoute
+from ostinato_engines.weight_transfer import IncomingUpdate, RouteFollower, RouteUpdate, WeightReceiver, connect
 from ostinato_engines.weight_transfer.layout import as_bytes
-
-if TYPE_CHECKING:
-    from ostinato_engines.weight_transfer.receiver import IncomingUpdate
-
 
 _RELOAD = "vllm.model_executor.model_loader.reload"
 
@@ -34,6 +33,7 @@ class WeightExtension:
     model_runner: Any
     vllm_config: Any
     reload_weights: Any
+    _ostinato_follower: RouteFollower | None = None
 
     def ostinato_get_ready(self) -> str:
         """Readies a worker that has started.
@@ -53,6 +53,10 @@ class WeightExtension:
         others = [name for name in config.model_config.logits_processors or () if name not in OUR_PROCESSORS]
         if batch is not None and not others and getattr(config, "reasoning_config", None) is None:
             batch.logitsprocs_need_output_token_ids = False
+
+    def ostinato_place(self) -> list[str]:
+        """Where this worker has its weights: the fields of a `WeightPlace`."""
+        return list(msgspec.structs.astuple(devices.place_of(self.device)))
 
     def ostinato_receive_weights(self, paths: list[str]) -> str:
         """Replaces the model's weights by the update that is offered at this worker's path.
@@ -76,12 +80,35 @@ class WeightExtension:
             return f"{type(error).__name__}: {error}"
         return ""
 
+    def ostinato_follow_route(self, manifest: bytes, route: bytes) -> str:
+        """Replaces the model's weights by the update that comes along a route; both arguments are MessagePack.
+
+        Returns:
+            As `ostinato_receive_weights`.
+        """
+        try:
+            if self._ostinato_follower is None:
+                self._ostinato_follower = RouteFollower(str(self.device))
+            wanted, way = (
+                msgspec.msgpack.decode(manifest, type=WeightManifest),
+                msgspec.msgpack.decode(route, type=WeightRoute),
+            )
+            update = self._ostinato_follower.open(way, wanted, worker=self.rank)
+            try:
+                self._ostinato_apply(update)
+            finally:
+                update.close()
+        # The border between two processes, whose other end raises it.
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
     def ostinato_weight_digests(self) -> dict[str, str]:
         """SHA-256 of each parameter's bytes as they lie in the worker, by vLLM's names: what comparing weights bit by bit takes."""
         parameters = self.model_runner.get_model().named_parameters()
         return {name: hashlib.sha256(as_bytes(tensor).cpu().numpy().data).hexdigest() for name, tensor in parameters}
 
-    def _ostinato_apply(self, update: "IncomingUpdate") -> None:
+    def _ostinato_apply(self, update: RouteUpdate | IncomingUpdate) -> None:
         try:
             # vLLM keeps the tensors of a layer until the layer is complete, and the sender uses their memory again. A copy in new memory
             # of the host would cost more than the way to the device.
@@ -98,7 +125,7 @@ class WeightExtension:
                     update.fail(error)
             raise
 
-    def _ostinato_copies(self, update: "IncomingUpdate") -> Iterator[tuple[str, Any]]:
+    def _ostinato_copies(self, update: RouteUpdate | IncomingUpdate) -> Iterator[tuple[str, Any]]:
         for name, tensor in update:
             yield name, tensor.to(self.device, copy=True)
 

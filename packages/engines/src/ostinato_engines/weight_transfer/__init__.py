@@ -1,13 +1,16 @@
 """Weight updates between processes: one stream of named tensors, bounded in memory, through memory or through a file.
 
 Within a process no transport is needed: hand `update_weights` an iterable. Between processes of one host, `WeightSender`
-and `WeightReceiver` share two slots of memory; through a disk, `write_weights` and `StoredWeights`. It is not a way
-between hosts, and not the way in which vLLM or SGLang move weights between their own workers.
+and `WeightReceiver` share two slots of memory; through a disk, `write_weights` and `StoredWeights`. Along a route
+(`ostinato_engines.weight_routes`) an engine's workers meet the sender themselves: behind sockets, or in a group that weights are broadcast in.
+It is not the way in which vLLM or SGLang move weights between their own workers.
 """
 
 from ostinato_engines.errors import MissingDependencyError
 
 try:
+    from ostinato_engines.weight_transfer.along import RouteFollower, RouteUpdate, decline, follow_route
+    from ostinato_engines.weight_transfer.broadcast import BroadcastSender, KeptGroup
     from ostinato_engines.weight_transfer.disk import StoredWeights, write_weights
     from ostinato_engines.weight_transfer.memory import MemoryKind
     from ostinato_engines.weight_transfer.receiver import IncomingUpdate, WeightReceiver
@@ -22,13 +25,19 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = [
+    "BroadcastSender",
     "IncomingUpdate",
+    "KeptGroup",
     "MemoryKind",
+    "RouteFollower",
+    "RouteUpdate",
     "StoredWeights",
     "WeightListener",
     "WeightReceiver",
     "WeightSender",
     "connect",
+    "decline",
+    "follow_route",
     "send_weights",
     "serve_weight_updates",
     "write_weights",

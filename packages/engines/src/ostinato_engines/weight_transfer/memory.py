@@ -91,6 +91,18 @@ def create_memory(kind: MemoryKind, device: str, *, num_slots: int, slot_bytes: 
         ) from error
 
 
+def memory_on(device: str) -> tuple[MemoryKind, str]:
+    """Where buckets of weights on a device go, and the device to give: its own memory, if processes can share it."""
+    if not devices.shares_memory(device):
+        return MemoryKind.SHARED, devices.HOST
+    try:
+        # Not every allocator of device memory can share: torch's expandable segments cannot.
+        create_memory(MemoryKind.DEVICE, device, num_slots=1, slot_bytes=1).close()
+    except WeightUpdateError:
+        return MemoryKind.SHARED, devices.HOST
+    return MemoryKind.DEVICE, device
+
+
 def open_memory(message: MemoryOpened, descriptors: list[int]) -> SlotMemory:
     """The sender's memory in the receiver, which takes over the descriptors.
 

@@ -43,13 +43,17 @@ class WeightReceiver:
         self._channel = Channel(connection, timeout_s=timeout_s, peer="sender of weights")
         self._memory = _Kept()
 
-    def next_update(self) -> "IncomingUpdate | None":
+    def next_update(self, *, forever: bool = True) -> "IncomingUpdate | None":
         """Waits for an offer; None once the sender has said goodbye.
+
+        Args:
+            forever: Wait as long as it takes; else no longer than within an update.
 
         Raises:
             WeightPeerLostError: The sender speaks something else.
+            WeightUpdateTimeoutError: It is silent.
         """
-        while (received := self._channel.receive(forever=True)) is not None:
+        while (received := self._channel.receive(forever=forever)) is not None:
             message, descriptors = received
             close_all(descriptors)
             # Anything else belongs to an update that has failed here.

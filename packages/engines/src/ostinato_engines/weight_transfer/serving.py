@@ -27,10 +27,10 @@ async def serve_weight_updates(server: AsyncServerBase, receiver: WeightReceiver
         WeightPeerLostError: The sender is gone, or stands still.
     """
     try:
-        while (update := await _or_abort(asyncio.to_thread(receiver.next_update), receiver.abort)) is not None:
+        while (update := await or_abort(asyncio.to_thread(receiver.next_update), receiver.abort)) is not None:
             try:
                 # A server that waits for the stream in a thread learns of a cancellation by its end.
-                await _or_abort(server.update_weights(update.manifest, update), receiver.abort, cancel=True)
+                await or_abort(server.update_weights(update.manifest, update), receiver.abort, cancel=True)
                 update.finish()
             # The boundary between two processes: the sender is told, and raises.
             except Exception as error:
@@ -46,10 +46,10 @@ async def send_weights(sender: WeightSender, manifest: WeightManifest, weights: 
     Raises:
         EngineError: As `WeightSender.send`.
     """
-    await _or_abort(asyncio.to_thread(sender.send, manifest, weights), sender.abort)
+    await or_abort(asyncio.to_thread(sender.send, manifest, weights), sender.abort)
 
 
-async def _or_abort(work: Coroutine[Any, Any, T], abort: Callable[[], None], *, cancel: bool = False) -> T:
+async def or_abort(work: Coroutine[Any, Any, T], abort: Callable[[], None], *, cancel: bool = False) -> T:
     """Awaits work that blocks on a channel; a cancelled caller aborts the channel, and waits until the work has ended."""
     task = asyncio.ensure_future(work)
     try:

@@ -168,7 +168,7 @@ class Fsdp2Rank:
         manifest, adapters = WeightManifest(version, tuple(specs)), self._model.adapters
         return manifest if adapters is None else adapters.manifest_of(manifest, self._model.fingerprint)
 
-    def weights(self) -> Iterator[list[tuple[str, Tensor]]]:
+    def weights(self, *, everywhere: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
         """See `RankBackend.weights`."""
         bucket: list[tuple[str, Tensor]] = []
         num_bytes = 0
@@ -181,7 +181,7 @@ class Fsdp2Rank:
             num_bytes += size
             with torch.no_grad():
                 named = next(tensors)
-            if self._mesh.rank == 0:
+            if everywhere or self._mesh.rank == 0:
                 bucket.append(named)
             del named
         yield bucket

@@ -155,13 +155,14 @@ class MegatronRank:
             ),
         )
 
-    def weights(self) -> Iterator[list[tuple[str, Tensor]]]:
+    def weights(self, *, everywhere: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
         """See `RankBackend.weights`: a layer at a time."""
-        parameters = self.training.optimizer.parameters
-        for block in self.training.tensors.blocks:
-            yield self.training.tensors.on_first_rank(
-                block, lambda part: parameters[part.parameter], self.options.parameter_dtype
-            )
+        parameters, dtype = self.training.optimizer.parameters, self.options.parameter_dtype
+        tensors = self.training.tensors
+        for block in tensors.blocks:
+            found = tensors.on_first_rank(block, lambda part: parameters[part.parameter], dtype)
+            yield tensors.on_all_ranks(block, found, dtype) if everywhere else found
+            del found
 
     def save(self, directory: Path) -> None:
         """See `RankBackend.save`. Errors as `MegatronTraining.save`."""

@@ -95,3 +95,12 @@ class ModelTensors:
             dist.recv(tensor, source)
             found.append((name, tensor))
         return found
+
+    def on_all_ranks(self, block: Block, found: NamedTensors, dtype: torch.dtype) -> NamedTensors:
+        """What rank 0 has found of a block, on every rank. All ranks call it; arguments as `on_first_rank` has them and returns it."""
+        if dist.get_rank() != 0:
+            found = [(name, torch.empty(shape, dtype=dtype, device=self._device)) for name, shape in block.tensors]
+        whole = [(name, tensor.detach().contiguous()) for name, tensor in found]
+        for _, tensor in whole:
+            dist.broadcast(tensor, 0)
+        return whole

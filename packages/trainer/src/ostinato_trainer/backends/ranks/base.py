@@ -141,9 +141,9 @@ class RankBackend(Protocol):
         """Names, shapes and types of what `weights` yields, in its order; equal on all ranks. Names are Hugging Face's."""
         ...
 
-    def weights(self) -> Iterator[list[tuple[str, Tensor]]]:
+    def weights(self, *, everywhere: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
         """The whole tensors in the order of the manifest, a few at a time: gathered when they are asked for, so that no rank ever holds the
-        model twice. Every rank yields the same number of lists; they are empty except on rank 0."""
+        model twice. Every rank yields the same number of lists; they are empty except on rank 0, or the same on all with `everywhere`."""
         ...
 
     def save(self, directory: Path) -> None:

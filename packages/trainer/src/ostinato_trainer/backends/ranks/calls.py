@@ -45,6 +45,10 @@ class RankCalls:
         """The same question to all ranks; an answer of each, in order."""
         return self._call(method, [arguments] * self._workers.num_ranks)
 
+    def ask_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """A question to each rank, with arguments of its own; an answer of each, in order."""
+        return self._call(method, arguments)
+
     def with_data(self, method: str, shares: Shares, *others: Any) -> dict[int, Any]:
         """Gives each rank the micro-batches of its share, and other arguments; what the reporting ranks answered, by their share."""
         parts = [[batch for batch, _ in share] for share in shares]

@@ -7,7 +7,7 @@ get equally many micro-batches; and what the ranks say of a step is the same, or
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from ostinato_trainer.backends.model_passes import check_temperature, merge_metr
 from ostinato_trainer.backends.ranks.base import RankFactory
 from ostinato_trainer.backends.ranks.calls import RankCalls
 from ostinato_trainer.backends.ranks.critic import RankGroupCritic
+from ostinato_trainer.backends.ranks.weights import Meeting, RankWeights
 from ostinato_trainer.backends.ranks.workers import RankWorkers
 from ostinato_trainer.batch import Batch
 
@@ -36,11 +37,13 @@ class RankGroup:
 
     def __init__(self, workers: RankWorkers, factory: RankFactory, *, max_tokens_per_forward: int = 16384) -> None:
         self._workers, self._max_tokens, self._streams = workers, max_tokens_per_forward, itertools.count()
+        self._meeting = Meeting(workers.address_for)
         try:
             workers.start(factory)
             self._calls = RankCalls(workers)
             self._pads: bool = self._calls.ask("pads_sequences")[0]
             self.policy_version: int = self._calls.ask("policy_version")[0]
+            self._weight_places = self._calls.ask("weight_place")
         except BaseException:
             workers.close()
             raise
@@ -99,11 +102,10 @@ class RankGroup:
             self.policy_version += 1
         return stats
 
-    def weights(
-        self, *, version: int | None = None
-    ) -> tuple[WeightManifest, Callable[[], Iterable[tuple[str, Tensor]]]]:
-        """See `TrainingBackend.weights`. The ranks gather a few tensors at a time, when they are asked for; several streams may be
-        read at a time. A tensor is good until the next is taken."""
+    def weights(self, *, version: int | None = None) -> tuple[WeightManifest, RankWeights]:
+        """See `TrainingBackend.weights`. The ranks send to the engines' workers where those can be reached, and to others through this process:
+        they gather a few tensors at a time, when they are asked for; several streams may be read at a time. A tensor is good until the next
+        is taken."""
         manifest: WeightManifest = self._calls.ask("manifest", self.policy_version if version is None else version)[0]
 
         def stream() -> Iterator[tuple[str, Tensor]]:
@@ -113,7 +115,7 @@ class RankGroup:
                 yield from tensors
                 del tensors  # the rank has their memory again before it makes the next ones
 
-        return manifest, stream
+        return manifest, RankWeights(self._calls, self._weight_places, self._meeting, stream)
 
     def save(self, directory: str | Path) -> None:
         """See `TrainingBackend.save`. All ranks write into the directory, which they must share.

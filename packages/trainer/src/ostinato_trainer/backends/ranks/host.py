@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
 
-from ostinato_engines import WeightManifest
-from ostinato_engines.device import CUDA, collect_shared_memory, set_device
+from ostinato_engines import WeightManifest, WeightPlace
+from ostinato_engines.device import CUDA, collect_shared_memory, place_of, set_device
 from ostinato_trainer.backends.base import EntropyMode, LossFn, LossOutput, OptimizerStats
 from ostinato_trainer.backends.ranks.base import RankAddress, RankBackend, RankCritic, RankFactory, RankPlace
+from ostinato_trainer.backends.ranks.outlets import SendOrder, WeightOutlets
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError
 
@@ -38,6 +39,7 @@ class RankHost:
         self._device = join(address)
         self._backend: RankBackend = factory(address, self._device)
         self._streams: dict[int, Iterator[list[tuple[str, Tensor]]]] = {}
+        self._outlets = WeightOutlets(self._device)
 
     def place(self) -> RankPlace:
         """The rank's part in the layout."""
@@ -95,6 +97,18 @@ class RankHost:
             del self._streams[stream]
             collect_shared_memory(self._device)  # the last were read before this was asked
         return tensors
+
+    def weight_place(self) -> WeightPlace:
+        """Where the rank's weights are."""
+        return place_of(self._device)
+
+    def listen_for_workers(self, names: Sequence[str]) -> dict[str, str]:
+        """See `WeightOutlets.listen`."""
+        return self._outlets.listen(names)
+
+    def send_weights(self, order: SendOrder) -> dict[str, str]:
+        """See `WeightOutlets.send`."""
+        return self._outlets.send(order, lambda everywhere: self._backend.weights(everywhere=everywhere))
 
     def save(self, directory: Path) -> None:
         """See `RankBackend.save`."""

@@ -125,6 +125,10 @@ class RankProcesses:
         """Of the ranks, in order; none before the start and after the end."""
         return [rank.process.pid for rank in self._ranks]
 
+    def address_for(self, beyond_host: bool) -> tuple[str, str | None]:
+        """See `RankWorkers.address_for`."""
+        return (socket.gethostbyname(socket.gethostname()), None) if beyond_host else (_HOST, loopback())
+
     def start(self, factory: RankFactory) -> None:
         """See `RankWorkers.start`.
 

@@ -115,6 +115,12 @@ class RankActors:
         """Of the ranks, in order, each on its own host; none before the start and after the end."""
         return [rank.place.pid for rank in self._ranks if rank.place is not None]
 
+    def address_for(self, beyond_host: bool) -> tuple[str, str | None]:
+        """See `RankWorkers.address_for`; of one host are only those that are on this one."""
+        own = cluster_nodes()[0]
+        is_here = all(rank.place is not None and rank.place.node_id == own.node_id for rank in self._ranks)
+        return (own.host, None) if beyond_host or not is_here else (_LOCAL_HOST, loopback())
+
     def start(self, factory: RankFactory) -> None:
         """See `RankWorkers.start`.
 
@@ -182,9 +188,7 @@ class RankActors:
 
     def _addresses(self) -> list[RankAddress]:
         """Where the ranks meet: at a store of this process, on the loopback where all are on this host."""
-        own = cluster_nodes()[0]
-        is_here = all(rank.place is not None and rank.place.node_id == own.node_id for rank in self._ranks)
-        host = _LOCAL_HOST if is_here else own.host
+        host, interface = self.address_for(False)
         self._store = TCPStore(
             host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self._collective_timeout_s)
         )
@@ -196,7 +200,7 @@ class RankActors:
                 store_port=self._store.port,
                 device=HOST if device_kind(self._device) == HOST else f"{device_kind(self._device)}:0",
                 timeout_s=self._collective_timeout_s,
-                interface=loopback() if is_here else None,
+                interface=interface,
             )
             for rank in range(self.num_ranks)
         ]

@@ -36,6 +36,10 @@ class RankWorkers(Protocol):
         """How many there are; constant."""
         ...
 
+    def address_for(self, beyond_host: bool) -> tuple[str, str | None]:
+        """The address of this process for others of its host, and the interface between these; or for other hosts as well, and None."""
+        ...
+
     def start(self, factory: RankFactory) -> None:
         """Starts all ranks and builds their backends.
 
