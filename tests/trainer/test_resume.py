@@ -163,7 +163,14 @@ def test_settings_that_change_the_curve_are_named(tmp_path: Path) -> None:
         point = resume_point(TrainerConfig(default_local_dir=str(tmp_path)), manager)
     assert point is not None
     assert changed_keys(point, before) == []
-    harmless = ["trainer.save_freq=3", "trainer.total_epochs=9", "data.train_files=b.parquet", "trainer.logger=[jsonl]"]
+    harmless = [
+        "trainer.max_restarts=9",
+        "actor_rollout_ref.nccl_timeout=5",
+        "trainer.save_freq=3",
+        "trainer.total_epochs=9",
+        "data.train_files=b.parquet",
+        "trainer.logger=[jsonl]",
+    ]
     assert changed_keys(point, load_config([], ["actor_rollout_ref.actor.optim.lr=1e-5", *harmless])) == []
     changed = changed_keys(
         point, load_config([], ["actor_rollout_ref.actor.optim.lr=1e-4", "actor_rollout_ref.rollout.n=3"])
@@ -256,6 +263,23 @@ def test_another_model_or_tokenizer_is_refused(tmp_path: Path, model: Path, capl
     template.write_text(template.read_text() + " ")
     check(tmp_path, tmp_path / "template")
     assert "The chat template is not that of" in caplog.text
+
+
+@pytest.mark.parametrize(("wrote", "reads"), [("megatron", "fsdp2"), ("local", "megatron"), ("fsdp2", "megatron")])
+def test_a_strategy_that_writes_other_files_is_refused(tmp_path: Path, model: Path, wrote: str, reads: str) -> None:
+    """Before a rank starts, by the key, with what was written and how to go on with the model alone. local and fsdp2 read each other's."""
+    key = "actor_rollout_ref.actor.strategy"
+    write_run(tmp_path / "run", 1, config=load_config([], [f"{key}={wrote}"]), model=model)
+    own = f"actor_rollout_ref.model.path={model}"
+    with CheckpointManager(tmp_path / "run") as manager:
+        point = resume_point(TrainerConfig(), manager)
+    assert point is not None
+    tokenizer = ChatTokenizer.from_pretrained(model)
+    wanted = "megatron" if wrote == "megatron" else "local or fsdp2"
+    with pytest.raises(CheckpointError, match=rf"{key} must be {wanted} to go on .*global_step_1/huggingface"):
+        check_same_run(point, load_config([], [f"{key}={reads}", own]), tokenizer)
+    for same in ("local", "fsdp2") if wrote != "megatron" else ("megatron",):
+        check_same_run(point, load_config([], [f"{key}={same}", own]), tokenizer)
 
 
 def test_the_point_of_another_step_is_refused(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from ostinato_trainer.backends.local import LocalBackendOptions, state_size
 from ostinato_trainer.backends.memory import MemoryOwner, check_state_fits, held_memory, out_of_memory_named
 from ostinato_trainer.backends.model_passes import accumulate_gradients, check_ids
 from ostinato_trainer.backends.packing import Layout
-from ostinato_trainer.backends.state import BackendState, ModelState, check_matches, read_state
+from ostinato_trainer.backends.ranks.state import read_whole
+from ostinato_trainer.backends.state import BackendState, ModelState, check_matches
 from ostinato_trainer.backends.value_model import ValueModel, load_value_model
 from ostinato_trainer.batch import Batch
 
@@ -141,7 +142,7 @@ class LocalCritic:
         Raises:
             CheckpointError: a file is missing, damaged, or of another model; nothing has changed then.
         """
-        weights, moments, state = read_state(Path(directory))
+        weights, moments, state = read_whole(Path(directory))
         tensors = self._lm.named_tensors()
         check_matches(directory, weights, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         self.optimizer.load(moments, num_steps=state.num_steps, num_skipped=state.num_skipped, source=directory)

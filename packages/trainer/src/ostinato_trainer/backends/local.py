@@ -39,13 +39,13 @@ from ostinato_trainer.backends.model_passes import (
     tokens_to_score,
 )
 from ostinato_trainer.backends.packing import Layout
+from ostinato_trainer.backends.ranks.state import read_whole
 from ostinato_trainer.backends.state import (
     BackendState,
     ModelState,
     check_frozen,
     check_matches,
     fingerprint,
-    read_state,
 )
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError
@@ -298,7 +298,7 @@ class LocalBackend:
         Raises:
             CheckpointError: a file is missing, damaged, or of another model; nothing has changed then.
         """
-        weights, moments, state = read_state(Path(directory))
+        weights, moments, state = read_whole(Path(directory))
         tensors = self._trained_tensors()
         check_matches(directory, weights, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         check_frozen(directory, state.frozen, self._frozen)

@@ -51,17 +51,20 @@ _VOLATILE_OF_MODELS: Final = frozenset(
 
 _HARMLESS: Final = (
     "actor_rollout_ref.model.path",
+    "actor_rollout_ref.nccl_timeout",
     "model.path",
     "actor_rollout_ref.rollout.trace",
     "data.train_files",
     "data.val_",
     "data.filter_overlong_prompts_workers",
+    "ray_kwargs",
     "trainer.async_save",
     "trainer.best_metric",
     "trainer.default_local_dir",
     "trainer.experiment_name",
     "trainer.log",
     "trainer.max_ckpt_to_keep",
+    "trainer.max_restarts",
     "trainer.project_name",
     "trainer.resume",
     "trainer.rollout_data_dir",
@@ -129,6 +132,8 @@ def check_same_run(point: ResumePoint, config: Config | SftConfig, tokenizer: Ch
         else (config.actor_rollout_ref.model, "actor_rollout_ref.model")
     )
     given = home_path(str(model.path), f"{key}.path")
+    if isinstance(config, Config):
+        _check_strategy(point, config.actor_rollout_ref.actor.strategy)
     if (saved / "config.json").is_file() and (given / "config.json").is_file():
         _check_same_model(saved, given, key)
     _check_same_tokenizer(saved, given, tokenizer, key)
@@ -143,12 +148,7 @@ def check_same_run(point: ResumePoint, config: Config | SftConfig, tokenizer: Ch
 
 def changed_keys(point: ResumePoint, config: Config | SftConfig) -> list[str]:
     """Sentences about keys whose values are not those that the checkpoint was written with, if they matter to the curve."""
-    try:
-        saved = dict(_flat(yaml.safe_load((point.directory / CONFIG_FILE).read_text(encoding="utf-8"))))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise CheckpointError(
-            f"{point.directory / CONFIG_FILE} must be readable, got {error}; resume from another step"
-        ) from error
+    saved = _saved_keys(point)
     current, default = (dict(_flat(yaml.safe_load(to_yaml(each)))) for each in (config, type(config)()))
     saved = {
         key: value for key, value in default.items() if value != {}
@@ -261,6 +261,28 @@ def _read(directory: Path) -> ResumePoint:
             "resume from another step"
         )
     return ResumePoint(directory, inventory, state)
+
+
+def _check_strategy(point: ResumePoint, strategy: str) -> None:
+    """Megatron's ranks write files of their own; local and fsdp2 read what either of them wrote."""
+    saved = _saved_keys(point).get("actor_rollout_ref.actor.strategy", strategy)
+    if (saved == "megatron") == (strategy == "megatron"):
+        return
+    raise CheckpointError(
+        f"actor_rollout_ref.actor.strategy must be {'megatron' if saved == 'megatron' else 'local or fsdp2'} to go on from {point.directory}, which "
+        f"{saved} wrote, got {strategy}; change it back, or begin anew with that model: "
+        f"actor_rollout_ref.model.path={point.directory / MODEL_FOLDER} and another trainer.default_local_dir"
+    )
+
+
+def _saved_keys(point: ResumePoint) -> dict[str, Any]:
+    """The configuration of the run that wrote a checkpoint, by dotted keys."""
+    try:
+        return dict(_flat(yaml.safe_load((point.directory / CONFIG_FILE).read_text(encoding="utf-8"))))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise CheckpointError(
+            f"{point.directory / CONFIG_FILE} must be readable, got {error}; resume from another step"
+        ) from error
 
 
 def _check_same_model(saved: Path, given: Path, key: str) -> None:

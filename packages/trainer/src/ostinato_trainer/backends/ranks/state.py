@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ostinato_engines.device import HOST
-from ostinato_trainer.backends.state import FORMAT, BackendState
+from ostinato_trainer.backends.state import FORMAT, BackendState, read_state
 from ostinato_trainer.errors import CheckpointError
 
 _COUNTERS = "backend.json"
@@ -63,6 +63,19 @@ def write_slices(
 def write_counters(directory: Path, state: RankedState) -> None:
     """Writes what one rank writes for all, once every rank's files are there."""
     (directory / _COUNTERS).write_bytes(msgspec.json.encode(state))
+
+
+def read_whole(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], RankedState | BackendState]:
+    """Weights, moments and counters of a folder that ranks, or a single device, wrote, on the host.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    if isinstance(_read_counters(directory), BackendState):
+        return read_state(directory)
+    with SlicedState(directory) as state:
+        weights, moments = ({name: state.rows(part, name) for name in state.shapes(part)} for part in _PARTS)
+        return weights, moments, state.counters
 
 
 class SlicedState:
