@@ -111,7 +111,7 @@ class Guard:
             slots = await self._take_turn()
             try:
                 result = await attempt()
-                self._check(result[0])
+                await self._check(result[0])
             except CallFailed as failed:
                 kind = failed.kind
                 raise _AttemptFailed(kind, failed.text, isinstance(failed, _InvalidResult)) from None
@@ -174,19 +174,19 @@ class Guard:
         text = fallback if isinstance(fallback, str) else json.dumps(fallback, ensure_ascii=False)
         return CallFailed(failed.kind, text)
 
-    def _check(self, response: ToolResponse) -> None:
-        problem = self._problem(response)
+    async def _check(self, response: ToolResponse) -> None:
+        problem = await self._problem(response)
         if problem is not None:
             _logger.warning("result of tool %s is not valid: %s", self._name, problem)
             raise _InvalidResult(f"Error: {self._name} failed: its result is not valid ({problem}).")
 
-    def _problem(self, response: ToolResponse) -> str | None:
+    async def _problem(self, response: ToolResponse) -> str | None:
         if self._result_problems is not None:
             try:
                 value = json.loads(response.text or "")
             except (ValueError, RecursionError) as error:
                 return f"it is no JSON: {error}"
-            problems = self._result_problems(value)
+            problems = await self._result_problems.problems(value)
             if problems:
                 return "; ".join(problems)
         if self._policy.validate_result is not None:

@@ -38,9 +38,9 @@ class ToolDefinition:
         _check_policy(policy, place, function)
         self._validate = compile_validator(schema, place)
 
-    def problems(self, arguments: dict) -> list[str]:
+    async def problems(self, arguments: dict) -> list[str]:
         """Return what is wrong with `arguments`, at most a few sentences; none means that the tool can be run with them."""
-        found = self._validate(arguments)
+        found = await self._validate.problems(arguments)
         if not found and self.function is not None:
             return self.function.argument_problems(arguments)
         return found

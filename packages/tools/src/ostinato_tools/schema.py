@@ -11,9 +11,14 @@ from typing import Any
 
 from ostinato_tools.acceptance import compile_acceptance
 from ostinato_tools.errors import ToolSchemaError
+from ostinato_tools.pattern_keywords import pattern_keywords
+from ostinato_tools.schema_patterns import may_be_slow
+from ostinato_tools.threads import run_in_thread
 
 _MAX_ERRORS = 3
 _MAX_SENTENCE = 200
+_MAX_DEPTH = 64
+"""Of a value. The validator's own parts, not all of them Python, must not meet the end of the stack: they would panic."""
 _IN_PLACE_KEYWORDS = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
 _LITERAL_KEYWORDS = frozenset({"const", "default", "enum", "examples"})
 
@@ -61,7 +66,31 @@ def tool_name(schema: Mapping) -> str:
     return schema["function"]["name"]
 
 
-def compile_validator(schema: Mapping, place: str) -> Callable[[dict], list[str]]:
+class SchemaCheck:
+    """Says what is wrong with a value, in at most three sentences; none means that it is valid.
+
+    Args:
+        problems: The check.
+        may_wait: It may take long for some value, as patterns can.
+    """
+
+    __slots__ = ("_may_wait", "_problems")
+
+    def __init__(self, problems: Callable[[Any], list[str]], *, may_wait: bool) -> None:
+        self._problems, self._may_wait = problems, may_wait
+
+    def __call__(self, value: Any) -> list[str]:
+        """The sentences; blocks for as long as it takes."""
+        return self._problems(value)
+
+    async def problems(self, value: Any) -> list[str]:
+        """The same; the event loop goes on meanwhile."""
+        if self._may_wait:
+            return await run_in_thread(lambda: self._problems(value))
+        return self._problems(value)
+
+
+def compile_validator(schema: Mapping, place: str) -> SchemaCheck:
     """Compile the `parameters` of a tool schema; see `compile_json_schema`.
 
     Args:
@@ -69,13 +98,13 @@ def compile_validator(schema: Mapping, place: str) -> Callable[[dict], list[str]
         place: Where it was written, for the message.
 
     Returns:
-        A function from arguments to at most three sentences on what is wrong with them; none means valid.
+        The check of arguments.
     """
     return compile_json_schema(schema["function"].get("parameters", {}), "parameters", place)
 
 
-def compile_json_schema(schema: Mapping, what: str, place: str) -> Callable[[Any], list[str]]:
-    """Compile a JSON schema (draft 2020-12, and `nullable`).
+def compile_json_schema(schema: Mapping, what: str, place: str) -> SchemaCheck:
+    """Compile a JSON schema (draft 2020-12, and `nullable`). What a pattern says of a value counts where it can be found out in time.
 
     Args:
         schema: The schema.
@@ -83,7 +112,7 @@ def compile_json_schema(schema: Mapping, what: str, place: str) -> Callable[[Any
         place: Where it was written, for the message.
 
     Returns:
-        A function from a value to at most three sentences on what is wrong with it; none means valid.
+        The check.
 
     Raises:
         ToolSchemaError: it is no valid JSON schema, or a `$ref` leads nowhere or in a circle.
@@ -96,15 +125,23 @@ def compile_json_schema(schema: Mapping, what: str, place: str) -> Callable[[Any
             f"{what} of {place} must be nested less deeply, got more levels than can be followed; put parts under $defs"
         ) from None
 
+    too_deep = [f"the {'arguments are' if what == 'parameters' else 'value is'} nested too deeply"]
+
     def problems(value: Any) -> list[str]:
         try:
             if accepts is not None and accepts(value):
                 return []
+            if _is_deeper(value, _MAX_DEPTH):
+                return too_deep
             return [_sentence(error) for error in islice(validator.iter_errors(value), _MAX_ERRORS)]
         except RecursionError:
-            return [f"the {'arguments are' if what == 'parameters' else 'value is'} nested too deeply"]
+            return too_deep
 
-    return problems
+    patterns = (
+        *_found_under("pattern", schema),
+        *(name for each in _found_under("patternProperties", schema) for name in each),
+    )
+    return SchemaCheck(problems, may_wait=any(isinstance(each, str) and may_be_slow(each) for each in patterns))
 
 
 def _checked_validator(schema: Mapping, what: str, place: str) -> Any:
@@ -123,6 +160,7 @@ def _checked_validator(schema: Mapping, what: str, place: str) -> Any:
     registry: Any = Registry()  # an empty one: a remote `$ref` is an error, never a download
     validator = validator_class(schema, registry=registry)
     _check_references(validator, schema, what, place)
+    _check_unevaluated(schema, what, place)
     _check_circles(validator, schema, what, place)
     return validator
 
@@ -146,8 +184,36 @@ def _nullable_validator_class() -> Any:
 
         known = Draft202012Validator.VALIDATORS
         changed = {name: unless_null(known[name]) for name in ("type", "enum", "const", "anyOf", "oneOf", "allOf")}
+        changed |= pattern_keywords(known)
         _VALIDATOR_CLASS = validators.extend(Draft202012Validator, changed)
     return _VALIDATOR_CLASS
+
+
+def _found_under(keyword: str, schema: Mapping) -> list[Any]:
+    """The values of a keyword, wherever it stands in a schema; names of properties may be among the keywords."""
+    found: list[Any] = []
+    waiting: list[Any] = [schema]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting.extend(node)
+        elif isinstance(node, dict):
+            if keyword in node:
+                found.append(node[keyword])
+            waiting.extend(value for key, value in node.items() if key not in _LITERAL_KEYWORDS)
+    return found
+
+
+def _check_unevaluated(schema: Mapping, what: str, place: str) -> None:
+    """Refuse the one keyword that searches for patterns by itself, beside one that may take for ever."""
+    slow = next(
+        filter(may_be_slow, (name for each in _found_under("patternProperties", schema) for name in each)), None
+    )
+    if slow is not None and _found_under("unevaluatedProperties", schema):
+        raise ToolSchemaError(
+            f"patternProperties of {place} must be quick to search for beside unevaluatedProperties, got {slow!r:.100}; "
+            f"write additionalProperties in the {what}, or the pattern without * and +"
+        )
 
 
 def _check_references(validator: Any, schema: Mapping, what: str, place: str) -> None:
@@ -213,6 +279,21 @@ def _in_place(node: dict, resolver: Any) -> list[Any]:
         value = node.get(key)
         found += value if isinstance(value, list) else [value]
     return [item for item in found if isinstance(item, dict)]
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    """Whether lists and mappings are nested beyond a number of levels."""
+    level = [value]
+    for _ in range(limit + 1):
+        level = [
+            item
+            for node in level
+            if isinstance(node, list | dict)
+            for item in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _sentence(error: Any) -> str:

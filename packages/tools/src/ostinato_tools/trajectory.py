@@ -194,7 +194,7 @@ class TrajectoryTools:
         response, reward, metrics = None, 0.0, {}
         bound = self._bound.get(call.name)
         try:
-            arguments = self._checked(call, bound)
+            arguments = await self._checked(call, bound)
             assert bound is not None
             if bound.guard is None and bound.definition.function is not None:
                 response, reward, metrics = await self._attempt_function(bound, arguments)
@@ -221,7 +221,7 @@ class TrajectoryTools:
             terminate=metrics.get("terminate") is True,
         )
 
-    def _checked(self, call: ToolCall, bound: "BoundTool | None") -> dict:
+    async def _checked(self, call: ToolCall, bound: "BoundTool | None") -> dict:
         if call.error is not None:
             raise CallFailed(OutcomeKind.BAD_ARGUMENTS, f"Error: {call.error}")
         if bound is None:
@@ -232,7 +232,7 @@ class TrajectoryTools:
         arguments = call.arguments
         if not isinstance(arguments, dict):
             raise CallFailed(OutcomeKind.BAD_ARGUMENTS, f"Error: the arguments of {call.name} must be a JSON object.")
-        problems = bound.definition.problems(arguments)
+        problems = await bound.definition.problems(arguments)
         if problems:
             raise CallFailed(
                 OutcomeKind.BAD_ARGUMENTS, f"Error: the arguments of {call.name} are not valid: {'; '.join(problems)}."
