@@ -1,5 +1,6 @@
 """Removal of a folder that untrusted code has filled."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ostinato_tools.sandbox.inside.scratch import remove
+from ostinato_tools.sandbox.inside import scratch
+from ostinato_tools.sandbox.inside.scratch import remove, remove_from_under
 
 
 def test_nothing_to_remove_is_no_error(tmp_path: Path) -> None:
@@ -58,6 +60,49 @@ def test_modes_are_no_matter(tmp_path: Path) -> None:
         os.chmod(root / folder, 0)
     remove(str(root))
     assert list(tmp_path.iterdir()) == []
+
+
+class Writer:
+    """Somebody who puts a file into a folder whenever that is about to go, until told to end."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.is_alive, self.num_told = folder, True, 0
+        self._rmdir = os.rmdir
+        monkeypatch.setattr(scratch.os, "rmdir", self.rmdir)
+
+    def rmdir(self, path: str, *, dir_fd: int | None = None) -> None:
+        if self.is_alive and str(path) == str(self.folder):
+            (self.folder / "late").touch()
+        self._rmdir(path, dir_fd=dir_fd)
+
+    def told(self, *, obeys_at: int) -> None:
+        self.num_told += 1
+        self.is_alive = self.num_told < obeys_at
+
+
+def test_a_folder_is_removed_from_under_a_process_that_is_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again after the process has been told to end, and nothing is left once it has."""
+    (root := tmp_path / "root").mkdir()
+    writer = Writer(root, monkeypatch)
+    assert remove_from_under(str(root), 60, lambda: writer.told(obeys_at=3)) is None
+    assert (writer.num_told, list(tmp_path.iterdir())) == (3, [])
+
+
+def test_a_folder_that_somebody_goes_on_filling_is_left_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is an end to trying; what time cannot change is not tried again."""
+    (root := tmp_path / "root").mkdir()
+    writer = Writer(root, monkeypatch)
+    left = remove_from_under(str(root), 0.02, lambda: writer.told(obeys_at=10**9))
+    assert left is not None
+    assert left.errno == errno.ENOTEMPTY
+    (link := tmp_path / "link").symlink_to(root)
+    num_told = writer.num_told
+    assert remove_from_under(str(link), 60, lambda: writer.told(obeys_at=0)) is not None
+    assert writer.num_told == num_told
 
 
 TREES = st.recursive(

@@ -32,6 +32,8 @@ _GRACE_S = 1.0
 """Seconds after which code that was told that its time is up is ended."""
 _CLEANUP_S = 8.0
 """Seconds that the warden gets to leave nothing behind; it gives itself fewer."""
+_REMOVAL_S = 1.0
+"""Seconds for which folders are removed that a process without its warden may still write to."""
 _FLOOD_FACTOR = 16
 
 
@@ -249,8 +251,7 @@ class Worker:
         for folder in self._folders:
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
-            with contextlib.suppress(OSError):
-                scratch.remove(folder)
+            scratch.remove_from_under(folder, _REMOVAL_S, lambda: None)
         return [folder for folder in self._folders if os.path.isdir(folder)]
 
     async def _last_word(self) -> _Told | None:

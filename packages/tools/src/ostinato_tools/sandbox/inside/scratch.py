@@ -1,8 +1,38 @@
 """Removal of a folder that untrusted code has filled: links are not followed, and neither depth nor modes stop it."""
 
+import errno
 import os
+import time
+from collections.abc import Callable
 
+_PASSING = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY, None})
+"""What somebody causes who still writes there; None is our own."""
+_PAUSE_S = 0.005
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def remove_from_under(path: str, seconds: float, meanwhile: Callable[[], None]) -> OSError | None:
+    """Remove a folder as `remove` does, again while a process that is about to end still writes there.
+
+    Args:
+        path: The folder.
+        seconds: For which it is tried; once in any case.
+        meanwhile: Called between attempts: sees to it that the process ends.
+
+    Returns:
+        Why the folder is left, where it is.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            remove(path)
+        except OSError as error:
+            if error.errno not in _PASSING or time.monotonic() > deadline:
+                return error
+        else:
+            return None
+        meanwhile()
+        time.sleep(_PAUSE_S)
 
 
 def remove(path: str) -> None:

@@ -23,6 +23,8 @@ from .runner import Runner
 
 _CLEANUP_S = 5.0
 """Seconds for which processes that do not want to end are hunted."""
+_REMOVAL_S = 2.0
+"""Seconds for which files are removed that one of them still writes."""
 
 
 def main(control_fd: int) -> None:
@@ -258,20 +260,22 @@ class Warden:
         """Kill all that is left of the runner and remove its folder and group; returns what resists."""
         deadline = time.monotonic() + _CLEANUP_S
         while True:
-            self._kill_all()
-            self._reap()
+            self._hunt()
             if not self._members() or time.monotonic() > deadline:
                 break
             time.sleep(0.001)
         left = [f"process {pid}" for pid in self._members()]
         self._out_of_memory = self._group.ran_out_of_memory()
-        try:
-            scratch.remove(self._base)
-        except OSError as error:
-            left.append(f"{self._base} ({error.strerror})")
+        error = scratch.remove_from_under(self._base, _REMOVAL_S, self._hunt)
+        if error is not None:
+            left.append(f"{self._base} ({error.strerror or error})")
         while (folders := self._group.remove()) and time.monotonic() < deadline:
             time.sleep(0.005)
         return left + folders
+
+    def _hunt(self) -> None:
+        self._kill_all()
+        self._reap()
 
     def _kill_all(self) -> None:
         for pid in self._members():
