@@ -90,12 +90,17 @@ def test_a_model_that_megatron_cannot_share_out_is_refused(
             ("trainer.nnodes=2", f"{ACTOR}.strategy=fsdp2"),
             ("trainer.nnodes must be 1 with trainer.executor=local", "executor=ray"),
         ),
+        (("trainer.device=abacus",), ("trainer.device: device must be auto or one of", "got 'abacus'")),
+        (
+            ("trainer.device=cuda:1", f"{ACTOR}.strategy=fsdp2", "trainer.n_gpus_per_node=2"),
+            ("trainer.device must be a kind of device", "got cuda:1; write trainer.device=cuda"),
+        ),
         (
             ("trainer.executor=ray", "trainer.n_gpus_per_node=3", f"{ROLLOUT}.tensor_model_parallel_size=2"),
             ("trainer.n_gpus_per_node must be a multiple of actor_rollout_ref.rollout.tensor_model_parallel_size",),
         ),
     ],
-    ids=["mini-batch", "critic", "tokens", "context", "devices", "nodes", "replicas"],
+    ids=["mini-batch", "critic", "tokens", "context", "devices", "nodes", "device", "device of ranks", "replicas"],
 )
 def test_batches_and_devices_that_do_not_divide_are_refused(
     tmp_path: Path, overrides: tuple[str, ...], parts: tuple[str, ...]

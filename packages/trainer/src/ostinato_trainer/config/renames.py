@@ -231,9 +231,11 @@ _ONE_RANK_A_SEQUENCE: Final = (
     f"each sequence's attention stays on one rank of the data; {_ACTOR}.strategy=fsdp2 can share sequences"
 )
 _NOT_OFFLOADED: Final = f"nothing is kept in the host's memory with Megatron; {_ACTOR}.strategy=fsdp2 can"
-_ONE_DEVICE: Final = "this version trains on one device"
 _PLAIN_LORA: Final = "adapters are plain LoRA; see actor_rollout_ref.model.lora_rank"
-_ONE_ENGINE: Final = f"there is one engine, in this process or under {_ROLLOUT}.engine_python"
+_ENGINES: Final = (
+    f"an engine is in this process or under {_ROLLOUT}.engine_python; with trainer.executor=ray there is one for every "
+    f"{_ROLLOUT}.tensor_model_parallel_size devices"
+)
 
 UNREAD_NAMES: Final[dict[str, str]] = {
     "staleness_threshold": _AHEAD,
@@ -242,8 +244,8 @@ UNREAD_NAMES: Final[dict[str, str]] = {
     "trigger_parameter_sync_step": _EVERY_STEP,
     "weight_sync_steps": _EVERY_STEP,
     "load_format": "the engine loads the model's files, and then the trainer's weights",
-    "vllm_mode": _ONE_ENGINE,
-    "vllm_num_engines": _ONE_ENGINE,
+    "vllm_mode": _ENGINES,
+    "vllm_num_engines": _ENGINES,
     "async_train": _AHEAD,
     "importance_sampling_level": "ratios are of tokens",
     "mask_truncated_completions": "a truncated answer is scored like any other",
@@ -252,8 +254,8 @@ UNREAD_NAMES: Final[dict[str, str]] = {
     ),
     "attn_implementation": "transformers chooses the attention",
     "flash_attn": "transformers chooses the attention",
-    "balance_batch": _ONE_DEVICE,
-    "zero_stage": _ONE_DEVICE,
+    "balance_batch": "ranks always get shares of like cost",
+    "zero_stage": f"{_ACTOR}.strategy=fsdp2 shards parameters, gradients and moments",
     "lora_dropout": "adapters have no dropout, so that old and new log-probabilities are those of one function",
     "use_dora": _PLAIN_LORA,
     "use_rslora": _PLAIN_LORA,
@@ -303,7 +305,7 @@ UNREAD_SECTIONS: Final[dict[str, str]] = {
     "critic.ulysses_sequence_parallel_size": f"it shares tokens as {_ACTOR}.fsdp_config.ulysses_sequence_parallel_size says",
     "critic.megatron": f"the critic is split as {_ACTOR}.megatron says",
     "actor_rollout_ref.ref": "the reference policy is a frozen copy of the starting weights and has no settings",
-    "actor_rollout_ref.hybrid_engine": "training and sampling share one process",
+    "actor_rollout_ref.hybrid_engine": f"engines share the devices of training, unless {_ROLLOUT}.nnodes gives them machines of their own",
     f"{_ACTOR}.megatron.use_distributed_optimizer": "the optimizer is always distributed",
     f"{_ACTOR}.megatron.use_dist_checkpointing": "checkpoints are whole tensors, which any layout reads",
     f"{_ACTOR}.megatron.dist_checkpointing_path": "actor_rollout_ref.model.path is a folder in the Hugging Face format",

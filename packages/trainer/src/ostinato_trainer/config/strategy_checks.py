@@ -19,7 +19,7 @@ def strategy_problems(config: Config) -> list[str]:
     from ostinato_trainer.backends.megatron.setup import megatron_problems
 
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
-    problems = []
+    problems = _device_problems(config)
     if actor.strategy == "local":
         for path, value in (("trainer.nnodes", trainer.nnodes), ("trainer.n_gpus_per_node", trainer.n_gpus_per_node)):
             if value > 1 and trainer.executor == "local":
@@ -40,6 +40,27 @@ def strategy_problems(config: Config) -> list[str]:
             f"registered in this process only; write {_ACTOR}.policy_loss.loss_mode=file.py:name"
         )
     return problems + (_fsdp2_problems(config) if actor.strategy == "fsdp2" else megatron_problems(config))
+
+
+def _device_problems(config: Config) -> list[str]:
+    """Of the device by name; one of another host than this is known to that host alone."""
+    from ostinato_engines import EngineInputError
+    from ostinato_engines.device import device_kind, pick_device
+
+    strategy, trainer = config.actor_rollout_ref.actor.strategy, config.trainer
+    if trainer.device is None:
+        return []
+    if strategy != "local" and ":" in trainer.device:
+        return [
+            f"trainer.device must be a kind of device with {_ACTOR}.strategy={strategy}, whose ranks have one each, got {trainer.device}; "
+            f"write trainer.device={device_kind(trainer.device)}"
+        ]
+    if trainer.executor == "local":
+        try:
+            pick_device(trainer.device)
+        except EngineInputError as error:
+            return [f"trainer.device: {error}"]
+    return []
 
 
 def _fsdp2_problems(config: Config) -> list[str]:

@@ -43,7 +43,7 @@ def megatron_problems(config: Config) -> list[str]:
     if model.lora_rank or model.lora_adapter_path is not None:
         problems.append(
             f"{_MODEL}.lora_rank must be 0 with {_ACTOR}.strategy=megatron, which trains all weights, got adapters; "
-            f"write {_ACTOR}.strategy=local, or remove them"
+            f"write {_ACTOR}.strategy=fsdp2 or local, or remove them"
         )
     if actor.use_torch_compile:
         problems.append(
