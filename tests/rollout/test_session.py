@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -46,6 +47,81 @@ def open_session(client, tokenizer, *, prompt=500, response=500, model_len=None,
     config = options.pop("config", None) or SessionConfig()
     budget = SessionBudget(prompt, response, model_len)
     return ChatSession(client=client, tokens=tokens, config=config, budget=budget, request_id="r", **options)
+
+
+class Watched(ContinuousTokens):
+    """Waits, wherever it is asked from, for something to happen on the event loop."""
+
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer)
+        self.loop, self.threads = asyncio.get_running_loop(), []
+        self.entered, self.may_end = asyncio.Event(), threading.Event()
+
+    def build_initial_tokens(self, messages, tools=None):
+        self.threads.append(threading.get_ident())
+        if threading.get_ident() != threading.main_thread().ident:
+            self.loop.call_soon_threadsafe(self.entered.set)
+            assert self.may_end.wait(60)
+        return super().build_initial_tokens(messages, tools)
+
+
+@pytest.fixture
+async def watched(tokenizer):
+    """Tokens that are let go when the test ends."""
+    tokens = Watched(tokenizer)
+    yield tokens
+    tokens.may_end.set()
+
+
+LONG = {"role": "user", "content": [{"type": "text", "text": "once again " * 10_000}]}
+
+
+async def test_a_long_text_is_tokenized_while_others_go_on(watched, tokenizer, scripted):
+    """The event loop runs meanwhile, the session says that it is busy, and what comes of it is what a short text would be."""
+    client, _ = scripted(["So it is.<|im_end|>"])
+    session = open_session(client, tokenizer, tokens=watched, prompt=200_000, response=200_000)
+    extending = asyncio.create_task(session.extend([LONG]))
+    await watched.entered.wait()
+    assert session.activity().doing == "tokenizes a long text"
+    for refused in (session.generate(PARAMS), session.extend([USER])):
+        with pytest.raises(SessionStateError, match="busy session"):
+            await refused
+    assert session.messages == []
+    watched.may_end.set()
+    await extending
+    await session.generate(PARAMS)
+    await session.extend([USER, LONG])
+    assert session.ledger is not None
+    assert session.ledger.token_ids == tokenizer.encode_chat(session.messages)
+    await session.close()
+    assert session.metrics.num_mismatches == 0
+    assert [message["role"] for message in session.messages] == ["user", "assistant", "user", "user"]
+
+
+@pytest.mark.parametrize("end", ["cancelled", "closed"])
+async def test_who_gives_a_long_text_up_leaves_the_session_as_it_was(watched, tokenizer, scripted, end):
+    """A cancellation ends at once, whatever the thread still does, and the session goes on from where it was; a session that is closed
+    meanwhile takes nothing more."""
+    client, _ = scripted(["So it is.<|im_end|>"])
+    session = open_session(client, tokenizer, tokens=watched, prompt=200_000, response=200_000)
+    extending = asyncio.create_task(session.extend([LONG]))
+    await watched.entered.wait()
+    if end == "closed":
+        await session.close()
+        watched.may_end.set()
+        with pytest.raises(SessionStateError, match="closed meanwhile"):
+            await extending
+        assert (session.messages, session.segments) == ([], ())
+        return
+    extending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await extending
+    assert session.ledger is None
+    await session.extend([USER])
+    watched.may_end.set()
+    await session.generate(PARAMS)
+    assert (len(session.messages), watched.threads[-1]) == (2, threading.main_thread().ident)
+    await session.close()
 
 
 async def test_a_conversation_with_a_tool_call_is_recorded_token_by_token(tokenizer, sampled, scripted):

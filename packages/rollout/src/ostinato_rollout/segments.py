@@ -5,6 +5,8 @@ Invariants: a call that raises leaves all as it was; no ledger outgrows the budg
 
 from __future__ import annotations
 
+import copy
+
 from ostinato_engines import TokenOutput
 from ostinato_rollout.errors import BudgetExceededError, SessionInputError
 from ostinato_rollout.types import SessionBudget
@@ -57,6 +59,13 @@ class Segments:
     def with_lengths(self, num_messages: int) -> list[tuple[TokenLedger, int]]:
         """Return all segments in order, each with the number of messages that it holds, the last one with `num_messages`."""
         return self._finished if self.ledger is None else [*self._finished, (self.ledger, num_messages)]
+
+    def fork(self) -> Segments:
+        """The same segments, of which the one that grows does so apart from this one's."""
+        other = copy.copy(self)
+        other._finished = list(self._finished)
+        other.ledger = None if self.ledger is None else self.ledger.fork()
+        return other
 
     def extend(self, messages: list[dict], new: list[dict], *, num_unanswered: int) -> None:
         """Append `new` and the generation prompt after `messages`, the conversation so far.

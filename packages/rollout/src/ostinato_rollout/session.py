@@ -6,6 +6,7 @@ raises leaves ledgers and history as they were; no ledger outgrows the budget. A
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
@@ -24,12 +25,16 @@ from ostinato_rollout.seeds import derive_seed
 from ostinato_rollout.segments import Segments
 from ostinato_rollout.tracing.trajectory_trace import GenerationTrace, TrajectoryTrace
 from ostinato_rollout.turn_reader import TurnReader
-from ostinato_rollout.turns import assistant_message, checked_messages, empty_reply
+from ostinato_rollout.turns import assistant_message, checked_messages, empty_reply, num_characters
 from ostinato_rollout.types import Reply, SessionBudget, SessionMetrics
 from ostinato_tokenization import ContinuousTokens, SanityCheckMode, TokenLedger, check_ledger
 from ostinato_tools import ToolParser
 
 logger = logging.getLogger(__name__)
+
+MANY_CHARACTERS = 100_000
+"""Text that is tokenized in a thread: on the event loop it would hold up all conversations for 25 to 120 ms, and eight megabytes for
+seconds."""
 
 
 class ChatSession:
@@ -138,14 +143,34 @@ class ChatSession:
             BudgetExceededError: They do not fit, or would leave no room to answer them. A first prompt that fills the
                 context to the last token is accepted: the turn after it is empty.
             SessionInputError: No messages, or something that is no message.
-            SessionStateError: The session is closed or generating.
+            SessionStateError: The session is closed or generating, or was closed meanwhile.
         """
         self._check_free("extend")
         new = checked_messages(messages)
-        self._segments.extend(self.messages, new, num_unanswered=self._unanswered)
+        shown = [*self.messages, *new] if self.config.use_inference_chat_template else new
+        if num_characters(shown) < MANY_CHARACTERS:
+            self._segments.extend(self.messages, new, num_unanswered=self._unanswered)
+        else:
+            self._segments = await self._extended_in_thread(new)
         self.messages.extend(new)
         self.num_turns += not self._unanswered
         self._unanswered += len(new)
+
+    async def _extended_in_thread(self, new: list[dict]) -> Segments:
+        """The segments with more messages; those of the session stay as they are, whatever becomes of the caller."""
+        segments, messages = self._segments.fork(), list(self.messages)
+        self._busy = True
+        self._enter("tokenizes a long text")
+        try:
+            await asyncio.to_thread(segments.extend, messages, new, num_unanswered=self._unanswered)
+        finally:
+            self._busy = False
+            self._enter("is between turns")
+        if self._closed:
+            raise SessionStateError(
+                "extend must end before close, got a session that was closed meanwhile; open another one"
+            )
+        return segments
 
     async def generate(self, sampling_params: SamplingParams) -> Reply:
         """Sample one turn, record it, and append it to the history.
@@ -226,10 +251,12 @@ class ChatSession:
         try:
             await self._client.release(self.request_id)
         finally:
-            self._finish()
-            discard(self)
+            try:
+                await self._finish()
+            finally:
+                discard(self)
 
-    def _finish(self) -> None:
+    async def _finish(self) -> None:
         """Drop what nothing answered, and check what is left."""
         num_messages = len(self.messages)
         if self._unanswered and self._segments.drop_unanswered():
@@ -237,7 +264,11 @@ class ChatSession:
         if self.config.tokenization_sanity_check_mode is not SanityCheckMode.DISABLE:
             for ledger, count in self._segments.with_lengths(num_messages):
                 if ledger.num_sampled:
-                    self._check(ledger, self.messages if count == len(self.messages) else self.messages[:count])
+                    messages = self.messages if count == len(self.messages) else self.messages[:count]
+                    if num_characters(messages) < MANY_CHARACTERS:
+                        self._check(ledger, messages)
+                    else:
+                        await asyncio.to_thread(self._check, ledger, messages)
 
     def activity(self) -> SessionActivity:
         """Return what the conversation is doing now."""

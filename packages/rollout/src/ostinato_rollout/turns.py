@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -27,6 +28,17 @@ def checked_messages(messages: Sequence[dict]) -> list[dict]:
                 f"messages[{index}] must be a dict with a role, got {message!r:.80}; use the OpenAI form"
             )
     return list(messages)
+
+
+def num_characters(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Return how much text the messages hold, calls not counted."""
+    total = 0
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else (content,):
+            text = part.get("text") if isinstance(part, Mapping) else part
+            total += len(text) if isinstance(text, str) else 0
+    return total
 
 
 def empty_reply(stop_reason: StopReason) -> Reply:

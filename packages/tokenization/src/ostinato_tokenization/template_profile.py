@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -138,7 +139,7 @@ class TemplateProfile:
         shape = shape_of(new)
         if shape is None:
             return None
-        if shape in self._tails:
+        with suppress(KeyError):  # rather than looking first: another thread may clear them
             return self._tails[shape]
         tail = None
         roles = frozenset(role for role, _, _ in shape)
