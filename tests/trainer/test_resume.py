@@ -282,6 +282,38 @@ def test_a_strategy_that_writes_other_files_is_refused(tmp_path: Path, model: Pa
         check_same_run(point, load_config([], [f"{key}={same}", own]), tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("wrote", "reads", "key"),
+    [
+        (("lora_rank=4",), (), "lora_rank"),
+        ((), ("lora_rank=4",), "lora_rank"),
+        (("lora_rank=4",), ("lora_rank=8",), "lora_rank"),
+        (("lora_rank=4",), ("lora_rank=4", "target_modules=[q_proj]"), "target_modules"),
+    ],
+)
+def test_adapters_of_another_shape_are_refused(
+    tmp_path: Path, model: Path, wrote: tuple[str, ...], reads: tuple[str, ...], key: str
+) -> None:
+    """By the key, with the value that the checkpoint was written with; the same adapters, or a folder's, are not looked at."""
+    node = "actor_rollout_ref.model"
+    before = load_config([], [f"{node}.{each}" for each in wrote])
+    write_run(tmp_path / "run", 1, config=before, model=model)
+    with CheckpointManager(tmp_path / "run") as manager:
+        point = resume_point(TrainerConfig(), manager)
+    assert point is not None
+    tokenizer = ChatTokenizer.from_pretrained(model)
+
+    def go_on(*keys: str) -> None:
+        check_same_run(
+            point, load_config([], [f"{node}.path={model}", *(f"{node}.{each}" for each in keys)]), tokenizer
+        )
+
+    with pytest.raises(CheckpointError, match=rf"{node}\.{key} must be .* to go on from .*global_step_1"):
+        go_on(*reads)
+    go_on(*wrote)
+    go_on(*reads, f"lora_adapter_path={tmp_path}")
+
+
 def test_the_point_of_another_step_is_refused(tmp_path: Path) -> None:
     """A checkpoint whose parts speak of different steps is none."""
     with CheckpointManager(tmp_path) as manager:

@@ -7,21 +7,19 @@ foreign. What follows a checkpoint is undone before the run goes on, so that the
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
-import yaml
 
 from ostinato_tokenization import ChatTokenizer
 from ostinato_trainer.algorithms.advantages import needs_critic
 from ostinato_trainer.checkpoints.inventory import Inventory, check_complete
+from ostinato_trainer.checkpoints.kept_keys import CONFIG_FILE, MODEL_FOLDER, check_kept, keys_of, saved_keys
 from ostinato_trainer.checkpoints.manager import CheckpointManager, steps_below
 from ostinato_trainer.checkpoints.run_state import RunState, read_run_state
 from ostinato_trainer.config import Config, OptimConfig
-from ostinato_trainer.config.loading import to_yaml
 from ostinato_trainer.config.resuming import ResumeConfig
 from ostinato_trainer.config.sft import SftConfig
 from ostinato_trainer.errors import CheckpointError
@@ -39,10 +37,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-MODEL_FOLDER: Final = "huggingface"
-"""Of a checkpoint: the model as any program of the field reads it."""
-CONFIG_FILE: Final = "config.yaml"
 
 _VOLATILE_OF_MODELS: Final = frozenset(
     ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
@@ -132,8 +126,7 @@ def check_same_run(point: ResumePoint, config: Config | SftConfig, tokenizer: Ch
         else (config.actor_rollout_ref.model, "actor_rollout_ref.model")
     )
     given = home_path(str(model.path), f"{key}.path")
-    if isinstance(config, Config):
-        _check_strategy(point, config.actor_rollout_ref.actor.strategy)
+    check_kept(point.directory, config)
     if (saved / "config.json").is_file() and (given / "config.json").is_file():
         _check_same_model(saved, given, key)
     _check_same_tokenizer(saved, given, tokenizer, key)
@@ -148,8 +141,8 @@ def check_same_run(point: ResumePoint, config: Config | SftConfig, tokenizer: Ch
 
 def changed_keys(point: ResumePoint, config: Config | SftConfig) -> list[str]:
     """Sentences about keys whose values are not those that the checkpoint was written with, if they matter to the curve."""
-    saved = _saved_keys(point)
-    current, default = (dict(_flat(yaml.safe_load(to_yaml(each)))) for each in (config, type(config)()))
+    saved = saved_keys(point.directory)
+    current, default = keys_of(config), keys_of(type(config)())
     saved = {
         key: value for key, value in default.items() if value != {}
     } | saved  # keys that were not yet known have their default
@@ -263,28 +256,6 @@ def _read(directory: Path) -> ResumePoint:
     return ResumePoint(directory, inventory, state)
 
 
-def _check_strategy(point: ResumePoint, strategy: str) -> None:
-    """Megatron's ranks write files of their own; local and fsdp2 read what either of them wrote."""
-    saved = _saved_keys(point).get("actor_rollout_ref.actor.strategy", strategy)
-    if (saved == "megatron") == (strategy == "megatron"):
-        return
-    raise CheckpointError(
-        f"actor_rollout_ref.actor.strategy must be {'megatron' if saved == 'megatron' else 'local or fsdp2'} to go on from {point.directory}, which "
-        f"{saved} wrote, got {strategy}; change it back, or begin anew with that model: "
-        f"actor_rollout_ref.model.path={point.directory / MODEL_FOLDER} and another trainer.default_local_dir"
-    )
-
-
-def _saved_keys(point: ResumePoint) -> dict[str, Any]:
-    """The configuration of the run that wrote a checkpoint, by dotted keys."""
-    try:
-        return dict(_flat(yaml.safe_load((point.directory / CONFIG_FILE).read_text(encoding="utf-8"))))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise CheckpointError(
-            f"{point.directory / CONFIG_FILE} must be readable, got {error}; resume from another step"
-        ) from error
-
-
 def _check_same_model(saved: Path, given: Path, key: str) -> None:
     """Compares what transformers makes of the two config.json, since saving rewrites one."""
     from transformers import AutoConfig
@@ -318,14 +289,6 @@ def _check_same_tokenizer(saved: Path, given: Path, tokenizer: ChatTokenizer, ke
             saved.parent,
             key,
         )
-
-
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _flat(item, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value
 
 
 def _step_of(line: bytes) -> int | None:
