@@ -62,7 +62,8 @@ def _check_strategy(directory: Path, saved: Mapping[str, Any], current: Mapping[
     wanted = "megatron" if wrote == "megatron" else "local or fsdp2"
     raise CheckpointError(
         f"{_STRATEGY} must be {wanted} to go on from {directory}, which {wrote} wrote, got {given}; "
-        f"change it back, or begin anew with that model: actor_rollout_ref.model.path={directory / MODEL_FOLDER} and another trainer.default_local_dir"
+        f"change it back, or begin anew with that model: actor_rollout_ref.model.path={directory / MODEL_FOLDER} and another "
+        "trainer.default_local_dir"
     )
 
 
