@@ -264,6 +264,8 @@ def test_templates_are_sandboxed_and_speak_clearly():
     """Reaching for internals, a syntax error and a refusal are template errors."""
     with pytest.raises(ChatTemplateError, match="valid Jinja"):
         ChatTokenizer(tiny_tokenizer(), "{% if %}")
+    with pytest.raises(ChatTemplateError, match=r"got 'templates/own\.jinja', which has no tag; read the file first"):
+        ChatTokenizer(tiny_tokenizer(), "templates/own.jinja")
     evil = ChatTokenizer(tiny_tokenizer(), "{{ messages.__class__.__mro__ }}")
     with pytest.raises(ChatTemplateError):
         evil.encode_chat([USER])

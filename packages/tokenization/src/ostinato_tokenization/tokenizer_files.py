@@ -95,6 +95,10 @@ def templates_by_name(value: Any, source: str) -> dict[str, str]:
         ChatTemplateError: There is none, or it has another form.
     """
     if isinstance(value, str):
+        if value and "{" not in value:  # most likely the name of a file
+            raise ChatTemplateError(
+                f"chat_template must be the text of a Jinja template, got {value!r:.120}, which has no tag; read the file first"
+            )
         return {"default": value}
     if isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value):
         value = {entry.get("name"): entry.get("template") for entry in value}
