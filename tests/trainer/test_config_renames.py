@@ -6,8 +6,9 @@ import pytest
 
 from ostinato_trainer.config import Config
 from ostinato_trainer.config.loading import load_config
-from ostinato_trainer.config.renames import REFUSED_VALUES, RENAMED_NAMES, RENAMED_PATHS, UNREAD_NAMES, UNREAD_SECTIONS
+from ostinato_trainer.config.renames import RENAMED_NAMES, RENAMED_PATHS
 from ostinato_trainer.config.schema import schema_keys, schema_sections
+from ostinato_trainer.config.unread import REFUSED_VALUES, UNREAD_NAMES, UNREAD_SECTIONS
 from ostinato_trainer.errors import ConfigError
 
 PLACES = {*schema_keys(Config), *schema_sections(Config)}
@@ -64,6 +65,23 @@ def test_a_manager_of_rewards_is_told_where_scorers_go(key: str) -> None:
     with pytest.raises(ConfigError, match=r"reward\.custom_reward_function") as caught:
         load_config([], [f"{key}=naive"])
     assert "HTTP" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "right"),
+    [
+        ("actor_rollout_ref.actor.router_replay.mode", "routed anew"),
+        ("actor_rollout_ref.rollout.checkpoint_engine.backend", "how weights travel"),
+        ("actor_rollout_ref.rollout.multi_turn.interaction_config_path", "agent.agent_loop_config_path"),
+        ("actor_rollout_ref.actor.use_rollout_log_probs", "algorithm.rollout_correction.bypass_mode"),
+        ("actor_rollout_ref.rollout.pipeline_model_parallel_size", "as many replicas as devices allow"),
+    ],
+)
+def test_a_key_of_another_system_is_not_taken_for_one_that_looks_alike(key: str, right: str) -> None:
+    """Keys of the field that resemble one of ours in letters only are told what they mean here, with no guess."""
+    with pytest.raises(ConfigError, match=re.escape(right)) as caught:
+        load_config([], [f"{key}=1"])
+    assert "did you mean" not in str(caught.value)
 
 
 @pytest.mark.parametrize("override", ["trainer.bananas=1", "actor_rollout_ref.model.colour=x", "hovercraft=eels"])

@@ -1,14 +1,13 @@
-"""What users of this field type for keys that are spelled otherwise here, and what is known but has no reader.
+"""What users of this field type for keys that are spelled otherwise here: tables and nothing else.
 
-Three tables and nothing else: names that moved, values that are refused, keys without a reader. `config_loading` looks
-them up before it guesses by similarity.
+`unknown_key_message` looks them up before it guesses by similarity; keys that are known but have no reader are in `unread`.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["REFUSED_VALUES", "RENAMED_NAMES", "RENAMED_PATHS", "SFT_PLACES", "UNREAD_NAMES", "UNREAD_SECTIONS"]
+__all__ = ["RENAMED_NAMES", "RENAMED_PATHS", "SFT_PLACES"]
 
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
 _MULTI_TURN: Final = f"{_ROLLOUT}.multi_turn"
@@ -42,6 +41,7 @@ RENAMED_PATHS: Final[dict[str, str]] = {
     "reward_model.max_concurrent": "reward.num_workers",
     "reward.max_concurrent": "reward.num_workers",
     "reward.reward_model.enable": "reward.reward_model.url",
+    "reward.path": "reward.custom_reward_function.path",
     "model_path": "actor_rollout_ref.model.path",
     "seed": "trainer.seed",
     "ray_init": "ray_kwargs.ray_init",
@@ -72,6 +72,12 @@ RENAMED_NAMES: Final[dict[str, str]] = {
     "mem_fraction_static": f"{_ROLLOUT}.gpu_memory_utilization",
     "vllm_gpu_memory_utilization": f"{_ROLLOUT}.gpu_memory_utilization",
     "enable_chunked_prefill": f"{_ROLLOUT}.engine_kwargs.vllm",
+    "enable_prefix_caching": f"{_ROLLOUT}.engine_kwargs.vllm",
+    "cudagraph_capture_sizes": f"{_ROLLOUT}.engine_kwargs.vllm",
+    "scheduling_policy": f"{_ROLLOUT}.engine_kwargs.vllm",
+    "disable_log_stats": f"{_ROLLOUT}.engine_kwargs.vllm",
+    "rollout_n": f"{_ROLLOUT}.n",
+    "interaction_config_path": f"{_AGENT}.agent_loop_config_path",
     "vllm_kwargs": f"{_ROLLOUT}.engine_kwargs.vllm",
     "sglang_kwargs": f"{_ROLLOUT}.engine_kwargs.sglang",
     "context_length": f"{_ROLLOUT}.max_model_len",
@@ -79,6 +85,7 @@ RENAMED_NAMES: Final[dict[str, str]] = {
     "max_completion_length": "data.max_response_length",
     "rollout_batch_size": "data.train_batch_size",
     "num_prompts_per_step": "data.train_batch_size",
+    "data_loader_seed": "data.seed",
     "prompt_data": "data.train_files",
     "max_samples": "data.train_max_samples",
     "max_train_samples": "data.train_max_samples",
@@ -136,10 +143,12 @@ RENAMED_NAMES: Final[dict[str, str]] = {
     "advantage_batch_normalize": "algorithm.whiten_advantages",
     "kl_target": "algorithm.kl_ctrl.target_kl",
     "kl_horizon": "algorithm.kl_ctrl.horizon",
+    "use_rollout_log_probs": "algorithm.rollout_correction.bypass_mode",
     "use_tis": "algorithm.rollout_correction.rollout_is",
     "vllm_importance_sampling_correction": "algorithm.rollout_correction.rollout_is",
     "tis_imp_ratio_cap": "algorithm.rollout_correction.rollout_is_threshold",
     "vllm_importance_sampling_cap": "algorithm.rollout_correction.rollout_is_threshold",
+    "importance_sampling_level": f"{_ACTOR}.policy_loss.loss_mode",
     "policy_loss_type": f"{_ACTOR}.policy_loss.loss_mode",
     "sapo_temperature_pos": f"{_ACTOR}.tau_pos",
     "sapo_temperature_neg": f"{_ACTOR}.tau_neg",
@@ -174,6 +183,7 @@ RENAMED_NAMES: Final[dict[str, str]] = {
     "num_gpus": "trainer.n_gpus_per_node",
     "num_nodes": "trainer.nnodes",
     "loss_type": f"{_ACTOR}.loss_agg_mode",
+    "enable_activation_offload": "actor_rollout_ref.model.enable_gradient_checkpointing",
     "gradient_checkpointing": "actor_rollout_ref.model.enable_gradient_checkpointing",
     "bf16": f"{_ACTOR}.dtype",
     "fp16": f"{_ACTOR}.dtype",
@@ -206,8 +216,6 @@ RENAMED_NAMES: Final[dict[str, str]] = {
 }
 """Last name of a key, wherever it was written -> full path here."""
 
-_AHEAD: Final = "how far ahead of training is sampled is trainer.max_staleness, counted in policy versions"
-_EVERY_STEP: Final = "weights go to the engine after every step"
 SFT_PLACES: Final[dict[str, str]] = {
     "actor_rollout_ref.model": "model",
     f"{_ACTOR}.optim": "optim",
@@ -221,138 +229,3 @@ SFT_PLACES: Final[dict[str, str]] = {
     "optim.clip_grad": "optim.grad_clip",
 }
 """A key or section of a run -> its place in the tree of `ostinato sft`."""
-
-_LOG_PROB: Final = f"log-probabilities are computed {_ACTOR}.ppo_max_token_len_per_gpu tokens at a time"
-_SCORED: Final = (
-    "each trajectory is scored as soon as it ends; a scorer of your own is reward.custom_reward_function, its weight among "
-    "others reward.combine"
-)
-_ONE_RANK_A_SEQUENCE: Final = (
-    f"each sequence's attention stays on one rank of the data; {_ACTOR}.strategy=fsdp2 can share sequences"
-)
-_NOT_OFFLOADED: Final = f"nothing is kept in the host's memory with Megatron; {_ACTOR}.strategy=fsdp2 can"
-_PLAIN_LORA: Final = "adapters are plain LoRA; see actor_rollout_ref.model.lora_rank"
-_ENGINES: Final = (
-    f"an engine is in this process or under {_ROLLOUT}.engine_python; with trainer.executor=ray there is one for every "
-    f"{_ROLLOUT}.tensor_model_parallel_size devices"
-)
-
-UNREAD_NAMES: Final[dict[str, str]] = {
-    "staleness_threshold": _AHEAD,
-    "partial_rollout": f"turns under way go on after new weights have come; see {_ROLLOUT}.pool.sync_pause",
-    "parameter_sync_step": _EVERY_STEP,
-    "trigger_parameter_sync_step": _EVERY_STEP,
-    "weight_sync_steps": _EVERY_STEP,
-    "load_format": "the engine loads the model's files, and then the trainer's weights",
-    "vllm_mode": _ENGINES,
-    "vllm_num_engines": _ENGINES,
-    "async_train": _AHEAD,
-    "importance_sampling_level": "ratios are of tokens",
-    "mask_truncated_completions": "a truncated answer is scored like any other",
-    "gradient_accumulation_steps": (
-        f"how often gradients add up follows from {_ACTOR}.ppo_mini_batch_size and {_ACTOR}.ppo_micro_batch_size_per_gpu"
-    ),
-    "attn_implementation": "transformers chooses the attention",
-    "flash_attn": "transformers chooses the attention",
-    "balance_batch": "ranks always get shares of like cost",
-    "zero_stage": f"{_ACTOR}.strategy=fsdp2 shards parameters, gradients and moments",
-    "lora_dropout": "adapters have no dropout, so that old and new log-probabilities are those of one function",
-    "use_dora": _PLAIN_LORA,
-    "use_rslora": _PLAIN_LORA,
-    "trust_remote_code": "code that comes with a model is never run",
-    "dataloader_num_workers": "rows are read in this process",
-    "use_shm": "rows are read from their files",
-    "validation_shuffle": "every validation takes all its rows",
-    "gen_batch_size": "a step has data.train_batch_size prompts, and more are sampled where groups are dropped",
-    "return_raw_input_ids": "agents work on messages",
-    "return_full_prompt": "agents work on messages",
-    "image_patch_size": "images are refused for now",
-    "mm_processor_kwargs": "images are refused for now",
-    "logging_steps": "every step is logged",
-    "push_to_hub": "checkpoints stay in trainer.default_local_dir",
-    "save_contents": "a checkpoint holds all that a run needs to go on",
-    "load_contents": "a run goes on with all that its checkpoint holds",
-    "default_hdfs_dir": "checkpoints stay in trainer.default_local_dir",
-    "calculate_log_probs": "log-probabilities of sampled tokens are always recorded",
-    "log_prob_micro_batch_size": _LOG_PROB,
-    "log_prob_micro_batch_size_per_gpu": _LOG_PROB,
-    "log_prob_use_dynamic_bsz": _LOG_PROB,
-    "log_prob_max_token_len_per_gpu": _LOG_PROB,
-    "val_batch_size": "all validation rows go to the engine at once",
-    "num_repeat_rollouts": "the number of trajectories of a prompt is actor_rollout_ref.rollout.n",
-    "reward_manager": _SCORED,
-    "launch_reward_fn_async": _SCORED,
-    "max_tpm": "the rate is counted in calls; see reward.max_rpm",
-    "reward_fn_key": "rewards are chosen by the column data_source",
-    "image_key": "images are refused for now",
-    "video_key": "videos are refused for now",
-}
-"""Last name of a key that is known in the field but has no reader here -> why."""
-
-UNREAD_SECTIONS: Final[dict[str, str]] = {
-    "algorithm.rollout_correction.loss_type": (
-        f"the loss is {_ACTOR}.policy_loss.loss_mode, where ppo_clip is called vanilla and reinforce gpg"
-    ),
-    "data.sampler": "the order of rows is set by data.shuffle and data.seed; data.custom_cls may give out other rows",
-    "data.datagen": "rows come from files; data.custom_cls may make them",
-    "critic.enable": "a critic is trained exactly where algorithm.adv_estimator needs values",
-    "critic.rollout_n": "a step's trajectories are the same for policy and critic",
-    "critic.strategy": "the critic is trained by the strategy of the actor",
-    "critic.forward_max_token_len_per_gpu": "values are computed critic.ppo_max_token_len_per_gpu tokens at a time",
-    "critic.fsdp": f"the critic is sharded as {_ACTOR}.fsdp_config says",
-    "critic.fsdp_config": f"the critic is sharded as {_ACTOR}.fsdp_config says",
-    "critic.model.fsdp_config": f"the critic is sharded as {_ACTOR}.fsdp_config says",
-    "critic.ulysses_sequence_parallel_size": f"it shares tokens as {_ACTOR}.fsdp_config.ulysses_sequence_parallel_size says",
-    "critic.megatron": f"the critic is split as {_ACTOR}.megatron says",
-    "actor_rollout_ref.ref": "the reference policy is a frozen copy of the starting weights and has no settings",
-    "actor_rollout_ref.hybrid_engine": f"engines share the devices of training, unless {_ROLLOUT}.nnodes gives them machines of their own",
-    f"{_ACTOR}.megatron.use_distributed_optimizer": "the optimizer is always distributed",
-    f"{_ACTOR}.megatron.use_dist_checkpointing": "checkpoints are whole tensors, which any layout reads",
-    f"{_ACTOR}.megatron.dist_checkpointing_path": "actor_rollout_ref.model.path is a folder in the Hugging Face format",
-    f"{_ACTOR}.megatron.use_mbridge": "models are mapped by this package",
-    f"{_ACTOR}.megatron.vanilla_mbridge": "models are mapped by this package",
-    f"{_ACTOR}.megatron.override_ddp_config": "gradients add up in float32 and are reduced once a step",
-    f"{_ACTOR}.megatron.use_remove_padding": "sequences are packed",
-    f"{_ACTOR}.megatron.dtype": "actor_rollout_ref.actor.dtype decides",
-    f"{_ACTOR}.megatron.override_transformer_config": (
-        "the model's config.json decides; actor_rollout_ref.model.enable_gradient_checkpointing computes layers again"
-    ),
-    f"{_ACTOR}.megatron.context_parallel_size": _ONE_RANK_A_SEQUENCE,
-    f"{_ACTOR}.megatron.expert_model_parallel_size": "models with experts are not mapped",
-    f"{_ACTOR}.megatron.expert_tensor_parallel_size": "models with experts are not mapped",
-    f"{_ACTOR}.megatron.virtual_pipeline_model_parallel_size": "each rank has one stage of the pipeline",
-    f"{_ACTOR}.megatron.param_offload": _NOT_OFFLOADED,
-    f"{_ACTOR}.megatron.grad_offload": _NOT_OFFLOADED,
-    f"{_ACTOR}.megatron.optimizer_offload": _NOT_OFFLOADED,
-    f"{_ACTOR}.megatron.seed": "nothing random is done: dropout is off",
-    "reward_model": "a reward model is a server that is asked over HTTP; see reward.reward_model.url",
-    "reward_model.reward_manager": _SCORED,
-    "reward_model.launch_reward_fn_async": _SCORED,
-    "reward.reward_manager": _SCORED,
-    "reward.overlong_buffer.log": "the punishment is always recorded",
-    "async_training": _AHEAD,
-}
-"""Whole sections without a reader -> why."""
-
-REFUSED_VALUES: Final[dict[tuple[str, object], str]] = {
-    (f"{_ROLLOUT}.mode", "sync"): (
-        "must be async, got sync: a synchronous engine waits for the slowest conversation in every turn, and agents "
-        f"cannot call tools while it does; write {_ROLLOUT}.mode=async, which is the default"
-    ),
-    (f"{_ROLLOUT}.name", "trtllm"): (
-        "must be transformers, vllm or sglang, got trtllm: no adapter for it exists that returns the sampled ids with "
-        f"their log-probabilities; write {_ROLLOUT}.name=transformers, or bring a server of your own by "
-        f"{_AGENT}.custom_async_server.path"
-    ),
-    (f"{_ROLLOUT}.name", "hf"): f"must be transformers, vllm or sglang, got hf; write {_ROLLOUT}.name=transformers",
-    ("data.return_raw_chat", False): (
-        "must be true, got false: agents work on messages, and token ids rendered in the dataset would have to be "
-        "tokenized a second time; write data.return_raw_chat=true, which is the default"
-    ),
-    (_MULTI_TURN, True): f"must be a mapping, got true; write {_MULTI_TURN}.enable=true",
-    (_MULTI_TURN, False): f"must be a mapping, got false; write {_MULTI_TURN}.enable=false",
-    (f"{_ACTOR}.strategy", "fsdp"): (
-        f"must be local, fsdp2 or megatron, got fsdp: only its second version is here; write {_ACTOR}.strategy=fsdp2"
-    ),
-}
-"""(path, value) -> the rest of the message that follows the path."""

@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping
 from msgspec import Struct
 
 from ostinato_trainer.config import Config
-from ostinato_trainer.config.renames import RENAMED_NAMES, RENAMED_PATHS, SFT_PLACES, UNREAD_NAMES, UNREAD_SECTIONS
+from ostinato_trainer.config.renames import RENAMED_NAMES, RENAMED_PATHS, SFT_PLACES
 from ostinato_trainer.config.schema import schema_keys, schema_sections
+from ostinato_trainer.config.unread import UNREAD_NAMES, UNREAD_SECTIONS
 
 __all__ = ["unknown_key_message"]
 
