@@ -1,6 +1,7 @@
 """Paths that are given to the `ostinato` command: modules of one's own, and folders that hold no model."""
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,14 @@ def test_an_agent_beside_the_command_is_found(tmp_path: Path, monkeypatch: pytes
     monkeypatch.delitem(sys.modules, "typer")
     assert import_class("typer.Typer", object, "a test").__name__ == "Typer"
     assert issubclass(import_class("agents_beside_the_command.Own", object, "a test"), AgentLoopBase)
+
+
+def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`ostinato --version` names the installed version and ends well."""
+    monkeypatch.setattr(sys, "argv", ["ostinato", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"ostinato {version('ostinato-trainer')}\n")
 
 
 def test_where_an_error_was_raised_is_said_with_it(capsys: pytest.CaptureFixture[str]) -> None:

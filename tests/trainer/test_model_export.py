@@ -109,7 +109,7 @@ def test_what_cannot_be_exported_is_refused_by_name(run: Path, tmp_path: Path) -
         export(tmp_path / "empty", tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"best_checkpointed_iteration.txt.*trainer.best_metric"):
         export(tmp_path / "empty", tmp_path / "out", best=True)
-    with pytest.raises(CheckpointError, match="--output must be new or an empty folder"):
+    with pytest.raises(CheckpointError, match="the output must be new or an empty folder"):
         export(run, run)
     with pytest.raises(CheckpointError, match="must lie outside of the checkpoint"):
         export(run, run / "global_step_2" / "huggingface" / "bf16")

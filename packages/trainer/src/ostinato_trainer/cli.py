@@ -6,6 +6,7 @@ Heavy imports happen inside the commands, so that `ostinato config` and `--help`
 
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,13 +21,27 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="ostinato",
-    help="Reinforcement learning for language-model agents.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 prepare_app = typer.Typer(help="Turn a public dataset into rows that a run can read.", no_args_is_help=True)
 app.add_typer(prepare_app, name="prepare")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"ostinato {version('ostinato-trainer')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Reinforcement learning for language-model agents."""
 
 
 @app.command()
@@ -59,9 +74,15 @@ def train(
 
     files, overrides = _files_and_overrides(arguments)
     config = load_config(files, overrides)
+    console = Console(quiet="console" not in config.trainer.logger)
+    console.print(f"starting the run in {config.trainer.local_dir} …", markup=False, highlight=False, soft_wrap=True)
     from ostinato_trainer.assembly import run_training  # after the configuration: a wrong key is told at once
 
     run_training(config)
+    from ostinato_trainer.checkpoints.manager import CheckpointManager
+
+    if (newest := CheckpointManager(config.trainer.local_dir).latest()) is not None:
+        console.print(f"the newest checkpoint is {newest}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

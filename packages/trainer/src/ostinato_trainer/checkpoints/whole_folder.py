@@ -43,7 +43,9 @@ def folder_made_whole(output: Path) -> Iterator[Path]:
     hidden = output.parent / f".{output.name}.{uuid.uuid4().hex[:8]}.unfinished"
     try:
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
-            raise CheckpointError(f"--output must be new or an empty folder, got {output}; choose another or remove it")
+            raise CheckpointError(
+                f"the output must be new or an empty folder, got {output}; choose another or remove it"
+            )
         hidden.mkdir(parents=True)
         yield hidden
         share_files(hidden)

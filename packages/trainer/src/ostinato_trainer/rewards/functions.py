@@ -227,7 +227,7 @@ def _check_signature(function: ComputeScore, kwargs: Mapping[str, Any]) -> None:
     except TypeError as error:
         wanted = ", ".join((*ARGUMENTS, *kwargs))
         raise RewardError(
-            f"{_name_of(function)} must take the arguments {wanted} by name, got {error}; mend its parameters or reward_kwargs"
+            f"{_name_of(function)} must take the arguments {wanted} by name: {error}; mend its parameters or reward_kwargs"
         ) from None
     except ValueError:  # a callable without a readable signature, written in C: its first call will tell
         return
