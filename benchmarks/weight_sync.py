@@ -17,25 +17,28 @@ stream, the pool's update. How it travels is chosen as in a run, and reported (`
 - `peak_extra_bytes`: by how much the device's free memory fell below that before the first sync, during the first two (all processes, the
   driver's part for new ones too); `held_after_bytes`: how much of it stayed; `peak_extra_share`: over `bytes`;
 - `sleep`: the same sync to an engine that slept at level 2 and woke for it, where the engine sleeps;
-- `ways`: seconds and GB/s of other ways at the same size: `local` (weights of this process, on the device, in the trainer's float32), `lora`
-  (the same with adapters on queries and values: after the first sync `sent_tensors` of all; `agrees` as above, after a step), `host` (in memory
-  of the host), `disk` (written to a file and read from it), `in_process` (an engine of ours in this process).
+- `ways`: seconds and GB/s of other ways at the same size: `controller` (along no route: ranks hand the tensors to this process), `local` (weights
+  of this process, on the device, in the trainer's float32), `lora` (the same with adapters on queries and values: after the first sync
+  `sent_tensors` of all; `agrees` as above, after a step), `host` (in memory of the host), `disk` (written to a file and read from it),
+  `in_process` (an engine of ours in this process).
+
+With `--separate` the engine has a device of its own, the second one, and the rank the first; with `--executor ray` rank and engine are actors. Of
+the other ways those that need the engine in this process, or on the trainer's device, are left out then.
 
 What fails says why in its place (`error`) and takes nothing else along. On a machine without an accelerator: --engine transformers.
 """
 
 import argparse
 import asyncio
-import hashlib
 import json
 import logging
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,23 +46,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shapes import QWEN3_0_6B, QWEN3_1_7B, sizes
+from benchmarks.weight_digests import digests_of
 
 SHAPES = {"tiny": sizes(512, 64, 2, 4, 2, 32, 96), "0.6b": QWEN3_0_6B, "1.7b": QWEN3_1_7B}
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 ROOT = Path(__file__).resolve().parents[1]
 BEGAN = time.perf_counter()
-WAYS = ("local", "lora", "host", "disk", "in_process")
+WAYS = ("controller", "local", "lora", "host", "disk", "in_process")
 WARM_UPS = 2
 LOG_PROB_BOUNDS = {"float32": 0.005, "bfloat16": 0.05}
 """Of the mean: what rounding explains."""
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 16, 24
-FUSED = (
-    ("q_proj", "qkv_proj"),
-    ("k_proj", "qkv_proj"),
-    ("v_proj", "qkv_proj"),
-    ("gate_proj", "gate_up_proj"),
-    ("up_proj", "gate_up_proj"),
-)
-"""What vLLM keeps as one parameter, in the order in which it lies there and in which the model has it."""
 
 
 def make_checkpoint(folder: Path, shape: str, dtype: str, device: str) -> None:
@@ -80,6 +77,15 @@ def config_of(options: argparse.Namespace, model: Path, output: Path) -> Any:
     from ostinato_trainer.config.loading import load_config
 
     engine = [f"actor_rollout_ref.rollout.name={options.engine}"]
+    if options.executor == "ray":
+        name = "TellingVLLM" if options.engine == "vllm" else "TellingTransformers"
+        engine += [
+            "trainer.executor=ray",
+            "actor_rollout_ref.rollout.agent.num_workers=1",
+            "actor_rollout_ref.rollout.agent.custom_async_server.path=benchmarks.telling_engines",
+            f"actor_rollout_ref.rollout.agent.custom_async_server.name={name}",
+            *(["actor_rollout_ref.rollout.nnodes=1"] if options.separate else []),
+        ]
     if options.engine == "vllm":
         engine += [
             f"actor_rollout_ref.rollout.gpu_memory_utilization={options.gpu_memory_utilization}",
@@ -196,9 +202,9 @@ class Bench:
         memory = FreeMemory(options.device)
         memory.start = memory.now()
         chosen = Chosen()
-        root = logging.getLogger("ostinato_engines")
-        root.setLevel(logging.INFO)
-        root.addHandler(chosen)
+        for name in ("ostinato_engines", "ostinato_rollout.routed_update"):
+            logging.getLogger(name).setLevel(logging.INFO)
+            logging.getLogger(name).addHandler(chosen)
         with memory.watched():
             cold = [await self.sync() for _ in range(WARM_UPS)]
         found["first_seconds"] = round(cold[0], 4)
@@ -248,6 +254,8 @@ class Bench:
     async def engine_digests(self) -> dict[str, str] | None:
         """Of the engine's parameters, by its names; None where they cannot be had."""
         server = self.pool.servers[0]
+        if self.options.executor == "ray":
+            return dict(await server.chat_completion({}))
         if self.options.engine == "vllm":
             (digests,) = await server._engine.llm.collective_rpc("ostinato_weight_digests")
             return dict(digests)
@@ -353,6 +361,10 @@ class Bench:
             msgspec.structs.replace(backend_options(self.config, total_steps=1), **changes),
         )
 
+    def prepare_controller(self) -> Callable[[], Awaitable[float]]:
+        source = ThroughThisProcess(self.backend)
+        return lambda: self.sync(source)
+
     def prepare_local(self) -> Callable[[], Awaitable[float]]:
         backend = self.local_backend()
         return lambda: self.sync(backend)
@@ -397,6 +409,17 @@ class Bench:
             return time.perf_counter() - started
 
         return takes
+
+
+class ThroughThisProcess:
+    """The weights of ranks as one who knows no routes sees them."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def weights(self, *, version: int) -> tuple[Any, Callable[[], Iterable[Any]]]:
+        manifest, source = self._backend.weights(version=version)
+        return manifest, lambda: source()
 
 
 class HostWeights:
@@ -460,18 +483,6 @@ def copy_seconds(manifest: Any, device: str) -> float:
     return round(statistics.median(seconds[2:]), 6)
 
 
-def digests_of(tensors: Iterable[tuple[str, Any]], *, fused: bool) -> dict[str, str]:
-    """SHA-256 of each parameter's bytes; of those that vLLM keeps together, of their bytes one after the other."""
-    from ostinato_engines.weight_transfer.layout import as_bytes
-
-    digests: dict[str, Any] = defaultdict(hashlib.sha256)
-    for name, tensor in tensors:
-        for part, whole in FUSED if fused else ():
-            name = name.replace(f".{part}.", f".{whole}.")
-        digests[name].update(as_bytes(tensor).cpu().numpy().data)
-    return {name: digest.hexdigest() for name, digest in digests.items()}
-
-
 def random_prompts(shape: str, length: int, seed: int) -> list[list[int]]:
     import torch
 
@@ -496,14 +507,45 @@ def tell(part: str, values: dict[str, Any]) -> None:
     print(json.dumps({"part": part, "at_s": round(time.perf_counter() - BEGAN, 1), **values}), flush=True)
 
 
+@contextmanager
+def visible(devices: str | None) -> Any:
+    """Processes that are started within the block see these devices alone."""
+    before = os.environ.get(VISIBLE)
+    if devices is not None:
+        os.environ[VISIBLE] = devices
+    try:
+        yield
+    finally:
+        if devices is not None and before is None:
+            del os.environ[VISIBLE]
+        elif devices is not None:
+            os.environ[VISIBLE] = str(before)
+
+
+def second_device() -> str:
+    """What an engine sees that has a device of its own."""
+    return os.environ.get(VISIBLE, "0,1").split(",")[1]
+
+
 async def run(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """All figures; the engine starts first, in a process that has not touched a device."""
+    """All figures."""
+    from ostinato_trainer.placement.executor import cluster_of, places_of
+
+    config = config_of(options, scratch / "model", scratch / "run")
+    with cluster_of(config):
+        async with places_of(config) as places:
+            return await run_placed(options, config, places, scratch)
+
+
+async def run_placed(options: argparse.Namespace, config: Any, places: Any, scratch: Path) -> dict[str, Any]:
+    """The engine starts first, in a process that has not touched a device."""
     from ostinato_trainer.rollout_engine import build_pool
 
     started = time.perf_counter()
-    config = config_of(options, scratch / "model", scratch / "run")
-    pool = build_pool(config)
-    await pool.start()
+    apart = options.separate and options.executor == "local" and options.device != "cpu"
+    with visible(second_device() if apart else None):
+        pool = build_pool(config, places)
+        await pool.start()
     found: dict[str, Any] = {
         "engine": pool.servers[0].capabilities().engine,
         "engine_start_s": round(time.perf_counter() - started, 1),
@@ -514,7 +556,7 @@ async def run(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         from ostinato_trainer.backends.choice import build_backend
 
         started = time.perf_counter()
-        backend = await asyncio.to_thread(build_backend, config, backend_options(config, total_steps=10))
+        backend = await asyncio.to_thread(build_backend, config, backend_options(config, total_steps=10), places)
         found["ranks_start_s"] = round(time.perf_counter() - started, 1)
         bench = Bench(options, config, pool, backend, scratch, found)
         try:
@@ -550,12 +592,16 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=tuple(LOG_PROB_BOUNDS), default="float32")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--way-repeats", type=int, default=2)
-    parser.add_argument("--ways", default=",".join(WAYS), help="names with commas between them; empty for none")
+    parser.add_argument("--ways", help="names with commas between them; empty for none; by default all that can be")
+    parser.add_argument("--separate", action="store_true", help="the engine has a device of its own")
+    parser.add_argument("--executor", choices=("local", "ray"), default="local", help="where rank and engine are")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.3, help="vllm's part of the device")
     parser.add_argument("--directory", help="where the model and files go; by default a temporary folder")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    options.ways = [name for name in options.ways.split(",") if name]
+    left_out = {"local", "lora", "in_process"} if options.separate or options.executor == "ray" else set()
+    wanted = ",".join(name for name in WAYS if name not in left_out) if options.ways is None else options.ways
+    options.ways = [name for name in wanted.split(",") if name]
     if unknown := set(options.ways) - set(WAYS):
         parser.error(f"--ways must be among {', '.join(WAYS)}, got {', '.join(sorted(unknown))}")
     return options
@@ -576,7 +622,9 @@ def main(arguments: list[str] | None = None) -> int:
         subprocess.run(command, check=True, cwd=ROOT)
         found = asyncio.run(run(options, scratch))
     good = ("equal", "equal_after_step", "agrees")
-    settings = {name: getattr(options, name) for name in ("shape", "device", "dtype", "repeats")}
+    settings = {
+        name: getattr(options, name) for name in ("shape", "device", "dtype", "repeats", "executor", "separate")
+    }
     print(json.dumps({**settings, **found, "took_s": round(time.perf_counter() - started, 1)}), flush=True)
     return int("measure" in found or not all(found.get(name) for name in good))
 

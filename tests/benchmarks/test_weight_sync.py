@@ -8,6 +8,7 @@ pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from benchmarks import weight_sync
+from benchmarks.weight_digests import digests_of
 
 
 @pytest.mark.slow
@@ -37,8 +38,8 @@ def test_what_vllm_keeps_together_is_hashed_together():
     }
     named = [(f"layers.0.self_attn.{name}_proj.weight", tensor) for name, tensor in parts.items()]
     whole = [("layers.0.self_attn.qkv_proj.weight", torch.cat(list(parts.values())))]
-    assert weight_sync.digests_of(named, fused=True) == weight_sync.digests_of(whole, fused=False)
-    assert weight_sync.digests_of(named[::-1], fused=True) != weight_sync.digests_of(whole, fused=False)
+    assert digests_of(named, fused=True) == digests_of(whole, fused=False)
+    assert digests_of(named[::-1], fused=True) != digests_of(whole, fused=False)
 
 
 def test_an_unknown_way_is_refused(capsys):

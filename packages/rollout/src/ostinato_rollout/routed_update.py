@@ -83,17 +83,15 @@ class RoutedUpdate:
                 continue
             logger.info("Weights of version %d go %s", manifest.version, plan.text())
             failures = await self._send([by_index[index] for index in plan.replicas], sent, plan, source)
-            done |= set(plan.replicas) - set(failures)
+            arrived = sorted(set(plan.replicas) - set(failures))
+            done.update(arrived)
+            if sent is part and arrived:
+                text = "Replica(s) %s got %d of %d tensors: the rest cannot have changed"
+                logger.info(text, ", ".join(map(str, arrived)), len(sent.tensors), len(manifest.tensors))
             lacking = [index for index, error in failures.items() if sent is part and isinstance(error, ManifestError)]
             for index, error in failures.items():
                 self._tell(index, error, is_lacking=index in lacking)
             plan = plan.without([index for index in plan.replicas if index not in lacking])
-        if part is not None and done:
-            logger.info(
-                "Replica(s) got %d of %d tensors: the rest cannot have changed",
-                len(part.tensors),
-                len(manifest.tensors),
-            )
         return done
 
     async def _send(

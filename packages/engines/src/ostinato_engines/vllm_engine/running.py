@@ -286,7 +286,7 @@ class RunningEngine:
 
     async def _follow(self, manifest: WeightManifest, route: WeightRoute) -> None:
         """Has the workers fetch the tensors."""
-        arguments = msgspec.msgpack.encode(manifest), msgspec.msgpack.encode(route)
+        arguments = msgspec.json.encode(manifest).decode(), msgspec.json.encode(route).decode()
         answers = await self._reply(
             self.llm.collective_rpc("ostinato_follow_route", args=arguments), "take the weights"
         )

@@ -80,8 +80,8 @@ class WeightExtension:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    def ostinato_follow_route(self, manifest: bytes, route: bytes) -> str:
-        """Replaces the model's weights by the update that comes along a route; both arguments are MessagePack.
+    def ostinato_follow_route(self, manifest: str, route: str) -> str:
+        """Replaces the model's weights by the update that comes along a route; both arguments are JSON.
 
         Returns:
             As `ostinato_receive_weights`.
@@ -90,8 +90,8 @@ class WeightExtension:
             if self._ostinato_follower is None:
                 self._ostinato_follower = RouteFollower(str(self.device))
             wanted, way = (
-                msgspec.msgpack.decode(manifest, type=WeightManifest),
-                msgspec.msgpack.decode(route, type=WeightRoute),
+                msgspec.json.decode(manifest, type=WeightManifest),
+                msgspec.json.decode(route, type=WeightRoute),
             )
             update = self._ostinato_follower.open(way, wanted, worker=self.rank)
             try:

@@ -1,7 +1,8 @@
 """One update for many workers at once: rank 0 of a `WeightGroup` packs tensors into buckets, and broadcasts these.
 
-Invariants: what a bucket holds follows from the manifest, which all have and compare before the first one: nothing is said of it on the way;
-memory is bounded by one bucket, or the largest tensor; and an end that fails ends the group for all.
+Invariants: what a bucket holds follows from the manifest, which all have and compare before the first one: nothing is said of it on the way but
+its number, which comes last, so that a broadcast which broke off is not taken for one that came; memory is bounded by one bucket, or the largest
+tensor; and an end that fails ends the group for all.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from ostinato_engines.errors import EngineError, WeightUpdateError
 from ostinato_engines.types import TensorSpec, WeightManifest
 from ostinato_engines.weight_routes import CollectiveRoute
 from ostinato_engines.weight_transfer.group import WeightGroup
-from ostinato_engines.weight_transfer.layout import aligned, close_window, num_bytes_of, window
+from ostinato_engines.weight_transfer.layout import ALIGNMENT, aligned, close_window, num_bytes_of, window
 from ostinato_engines.weight_transfer.progress import StreamProgress
 
 
@@ -69,10 +70,11 @@ class BroadcastSender:
             memory = _memory_for(manifest, self._route.bucket_bytes, self._kept.device)
             group.broadcast(_digest(manifest).to(self._kept.device))
             stream = iter(weights)
-            for bucket, num_bytes in _buckets(manifest, self._route.bucket_bytes):
+            for number, (bucket, num_bytes) in enumerate(_buckets(manifest, self._route.bucket_bytes)):
                 for spec, offset in bucket:
                     _pack(window(memory, offset, spec), spec, stream, progress)
-                group.broadcast(memory[:num_bytes])
+                memory[num_bytes : num_bytes + ALIGNMENT] = _stamp(number)
+                group.broadcast(memory[: num_bytes + ALIGNMENT])
             for name, tensor in stream:
                 progress.check(name, tensor)  # which raises: all have come
         except BaseException as error:
@@ -121,8 +123,13 @@ class IncomingBroadcast:
         if not torch.equal(announced.cpu(), expected):
             raise WeightUpdateError("manifest must be the one that is sent, got another; send the update again")
         memory = _memory_for(self.manifest, self._route.bucket_bytes, self._kept.device)
-        for bucket, num_bytes in _buckets(self.manifest, self._route.bucket_bytes):
-            group.broadcast(memory[:num_bytes])
+        for number, (bucket, num_bytes) in enumerate(_buckets(self.manifest, self._route.bucket_bytes)):
+            stamp = memory[num_bytes : num_bytes + ALIGNMENT].zero_()
+            group.broadcast(memory[: num_bytes + ALIGNMENT])
+            if not bool((stamp == _stamp(number)).all()):
+                raise WeightUpdateError(
+                    f"bucket {number} must come whole, got it without its end; send the update again"
+                )
             for spec, offset in bucket:
                 self._progress.take(spec.name)
                 tensor = window(memory, offset, spec)
@@ -174,7 +181,12 @@ def _buckets(manifest: WeightManifest, bucket_bytes: int) -> Iterator[tuple[list
 
 def _memory_for(manifest: WeightManifest, bucket_bytes: int, device: str) -> Tensor:
     num_bytes = max((size for _, size in _buckets(manifest, bucket_bytes)), default=0)
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
+
+
+def _stamp(number: int) -> int:
+    """What ends a bucket: a byte that is not 0, and not that of its neighbours."""
+    return 1 + number % 255
 
 
 def _pack(place: Tensor, spec: TensorSpec, stream: Iterator[tuple[str, Tensor]], progress: StreamProgress) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from importlib import metadata
 from typing import Any
 
 import msgspec
@@ -114,7 +115,10 @@ class WeightGroup:
             raise WeightUpdateError(
                 f"group {route.name} must be joined once by each member, got rank {self._rank} twice; make a new group"
             )
-        member = _Member(devices.collective_versions(self._device), devices.place_of(self._device))
+        versions = (
+            f"ostinato-engines {metadata.version('ostinato-engines')}, {devices.collective_versions(self._device)}"
+        )
+        member = _Member(versions, devices.place_of(self._device))
         self._store.set(own, msgspec.json.encode(member).decode())
         names = [f"member/{rank}" for rank in range(route.world_size)]
         deadline = time.monotonic() + route.join_timeout_s
@@ -133,7 +137,8 @@ class WeightGroup:
     def _connected(self) -> Any:
         """The library's group, once a byte has gone through it."""
         devices.set_device(self._device)
-        route, timeout = self.route, timedelta(seconds=self.route.timeout_s)
+        # The library's own deadline only bounds what is left of an operation that was given up.
+        route, timeout = self.route, timedelta(seconds=2 * self.route.timeout_s)
         store = PrefixStore("library", self._store)
         if devices.distributed_backend(self._device) == "nccl":
             options = dist.ProcessGroupNCCL.Options()
