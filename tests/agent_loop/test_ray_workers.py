@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import threading
+import time
 import types
 
 import pytest
@@ -240,6 +242,32 @@ async def test_a_worker_that_stands_still_is_lost(pool_of):
         assert await asyncio.to_thread(wait_until_gone, {pid}) == set()
         await idle(workers, 2, 1)
     assert what_counts(ran) == what_counts((await undisturbed([task_of(1)]))[0])
+
+
+class Blocking(AgentLoopBase):
+    """Computes without suspending."""
+
+    async def run(self, sampling_params, **row):
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            pass
+        raise AssertionError("nobody waits so long")
+
+
+@pytest.mark.slow
+async def test_an_agent_that_blocks_its_worker_is_named(pool_of, caplog):
+    """The worker is replaced, and its trajectory's failure and the log say which agent blocked it, and where it is."""
+    pool = await pool_of()
+    options = {"silence_s": 5.0, "restarts": QUICK, "max_reruns": 0}
+    spec = spec_of(config_of(num_workers=1), agents={"blocking": Blocking})
+    async with RayWorkers(spec, pool, placements=[SMALL], **options) as workers:
+        async with asyncio.timeout(100):
+            ran = await workers.workers[0].run_trajectory(task_of(1, "blocking"), PARAMS)
+        assert ran.failure.kind is FailureKind.AGENT
+        await idle(workers, 1, 1)
+    where = r"its event loop stands still in trajectory g1/0, agent blocking at .*test_ray_workers\.py:\d+, in run"
+    assert re.search(where, caplog.text)
+    assert "while time.monotonic() < end" in caplog.text
 
 
 @pytest.mark.slow

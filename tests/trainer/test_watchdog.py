@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ostinato_rollout import RolloutScheduler
+from ostinato_rollout import Overtime, RolloutScheduler
 from ostinato_trainer.config.sampling import WatchdogConfig
 from ostinato_trainer.errors import StalledError
 from ostinato_trainer.heartbeat import beat
@@ -70,6 +70,27 @@ async def test_a_blocked_event_loop_is_noticed_and_interrupted() -> None:
 
     with pytest.raises(StalledError, match=r"in callback Mine\.on_step_end; the event loop has stood still for"):
         await block()
+
+
+def test_a_trajectory_that_blocks_the_event_loop_is_named() -> None:
+    """An agent that goes on without suspending is named in the error, with its trajectory and the line that it is in."""
+    watchdog = Watchdog(WatchdogConfig(warn_after_s=None, fail_after_s=0.8))
+
+    async def agent_without_end() -> None:
+        end = time.monotonic() + LONG_S
+        while time.monotonic() < end:
+            pass
+
+    async def sample() -> None:
+        async with watchdog.watching():
+            with watchdog.phase("gen"):
+                what = "trajectory 7, agent mine"
+                await Overtime(1.0).within(asyncio.timeout(LONG_S), agent_without_end, what, lambda: "overdue")
+
+    with pytest.raises(
+        StalledError, match=r"stood still for [\d.]+ s in trajectory 7, agent mine at .*:\d+, in agent_without_end"
+    ):
+        run_interruptibly(sample())
 
 
 def test_its_own_interrupt_is_not_taken_for_somebody_s() -> None:

@@ -54,7 +54,7 @@ class Overtime:
         task: asyncio.Task[Value] | None = None
         try:
             async with deadline:
-                task = asyncio.create_task(_begun(call))
+                task = asyncio.create_task(_begun(call), name=where)  # by which it is found if it never suspends
                 await asyncio.wait((task,))
         except TimeoutError as error:
             message = overdue()

@@ -32,7 +32,14 @@ def run_interruptibly(main: Coroutine[Any, Any, None]) -> None:
         KeyboardInterrupt: Ctrl-C came, and `main` has unwound.
         SystemExit: SIGTERM came, to which the program has no answer of its own, and `main` has unwound; the status is 143.
     """
-    ended_by = asyncio.run(_interrupted(main))
+    failures: list[BaseException] = []
+    try:
+        ended_by = asyncio.run(_interrupted(main, failures))
+    except KeyboardInterrupt as interrupt:
+        # It struck another task than that of `main`, which was unwound after that, and may know better: it is the watchdog's, for example.
+        if failures and failures[0] is not interrupt:
+            raise failures[0] from None
+        raise
     if ended_by == signal.SIGTERM:
         raise SystemExit(TERMINATED)
     if ended_by is not None:
@@ -68,8 +75,8 @@ def terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-async def _interrupted(main: Coroutine[Any, Any, None]) -> int | None:
-    """The signal that ended `main`, if one did."""
+async def _interrupted(main: Coroutine[Any, Any, None], failures: list[BaseException]) -> int | None:
+    """The signal that ended `main`, if one did; what else ended it is raised, and put into `failures`."""
     if threading.current_thread() is not threading.main_thread():
         await main
         return None
@@ -91,6 +98,7 @@ async def _interrupted(main: Coroutine[Any, Any, None]) -> int | None:
         await main
     except BaseException as error:
         if not received or not _tells_of_interrupt(error):
+            failures.append(error)
             raise
         if isinstance(error, Exception):
             logger.warning("What the interrupt came in the middle of has raised %s: %s", type(error).__name__, error)

@@ -228,9 +228,11 @@ class RayWorkers:
                 await _first_of(lost, changed, beat_s)
             return lost.result()
         except TimeoutError:
-            return (
-                f"it must answer within {self._silence_s:g} s, got silence; see whether an agent blocks its event loop"
-            )
+            place, stack = await process.standing()
+            if stack:
+                logger.warning("worker %d does not answer; its event loop is in\n%s", worker.number, stack)
+            where = f"its event loop stands still in {place}" if place else "see whether an agent blocks its event loop"
+            return f"it must answer within {self._silence_s:g} s, got silence; {where}"
         # Whatever it answers instead, it does not know its replicas.
         except Exception as error:
             return str(error)

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ import msgspec
 
 from ostinato_engines import MissingDependencyError
 from ostinato_rollout.errors import ActorLostError, ClusterError
+from ostinato_rollout.loop_place import place_of, stack_of
 from ostinato_rollout.ray_cluster.host_processes import is_running
 
 try:
@@ -36,6 +38,9 @@ logger = logging.getLogger(__name__)
 _END_S = 10.0
 _POLL_S = 0.02
 _GRACE_S = 0.5
+_STANDING_S = 2.0
+_ASIDE = "aside"
+"""Group of calls that have an event loop of their own."""
 _MAX_CALLS = 100_000
 """Calls that one actor has under way at a time: what bounds them is the caller's."""
 
@@ -121,13 +126,21 @@ class ActorPlace(msgspec.Struct, frozen=True):
 class ActorBody:
     """What every actor can; its methods run on an event loop of the actor's own."""
 
+    _own_loop: tuple[asyncio.AbstractEventLoop, int] | None = None
+    """With its thread."""
+
     async def where(self) -> ActorPlace:
         """Where this is. From then on its process leads a group, so that what it starts can be ended with it."""
+        self._own_loop = asyncio.get_running_loop(), threading.get_ident()
         if os.getpgid(0) != os.getpid():
             os.setpgid(0, 0)
         context = ray.get_runtime_context()
         devices = tuple(name for names in context.get_accelerator_ids().values() for name in names)
         return ActorPlace(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), devices)
+
+    async def standing(self) -> str:
+        """Which task the actor's event loop is in, and its stack. Called on another loop, it answers also while that one stands still."""
+        return "" if self._own_loop is None else f"{place_of(*self._own_loop)}\n{stack_of(self._own_loop[1])}"
 
     async def until_end(self) -> None:
         """Never returns: whoever waits for it learns of the end of the process."""
@@ -169,8 +182,13 @@ class ActorProcess:
             raise ClusterError("ray must be initialised in this process, is not; call ray.init first")
         # Shown by `ray list actors`; restarts are the caller's, who knows what else a new process needs.
         self._actor = (
-            ray.remote(self._body)
-            .options(**self._placement.options(), max_restarts=0, max_task_retries=0, max_concurrency=_MAX_CALLS)
+            ray.remote(concurrency_groups={_ASIDE: 1})(self._body)  # pyright: ignore[reportCallIssue]  (for actors it is an option)
+            .options(
+                **self._placement.options(),
+                max_restarts=0,
+                max_task_retries=0,
+                max_concurrency=_MAX_CALLS,
+            )
             .remote()
         )
         place = self.place = await self.ask("where")
@@ -203,6 +221,19 @@ class ActorProcess:
         except RayError as error:
             kind = ActorLostError if isinstance(error, RayActorError) else ClusterError
             raise kind(f"actor {self._body.__name__} must answer {method}, got that {ray_in_short(error)}") from error
+
+    async def standing(self, timeout_s: float = _STANDING_S) -> tuple[str, str]:
+        """Where the actor's event loop is, in a few words and as a stack, also while it stands still; empty if nothing is heard."""
+        if self._actor is None or self._ending is not None:
+            return "", ""
+        try:
+            call = self._actor.standing.options(concurrency_group=_ASIDE).remote()
+            async with asyncio.timeout(timeout_s):
+                told = await asyncio.wrap_future(call.future())
+        except (RayError, TimeoutError):
+            return "", ""
+        place, _, stack = told.partition("\n")
+        return place, stack
 
     async def _watch(self) -> None:
         try:

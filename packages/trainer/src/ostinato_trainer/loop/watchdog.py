@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from ostinato_rollout import dump
 from ostinato_rollout.activity import Dump
+from ostinato_rollout.loop_place import place_of
 from ostinato_trainer.config.sampling import WatchdogConfig
 from ostinato_trainer.errors import StalledError
 from ostinato_trainer.heartbeat import num_beats
@@ -149,13 +150,19 @@ class Watchdog:
 
     def _sentence(self, quiet_s: float) -> str:
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - quiet_s))
-        loop = f"; the event loop has stood still for {self._still_s():.1f} s" if self._is_blocked() else ""
+        loop = f"; {self._blocked_text()}" if self._is_blocked() else ""
         where = " in ".join(phase.name for phase in reversed(self._phases)) or "no phase"
         waits_for = _waits_for(is_sampling=self._phase() in _SAMPLING)
         return f"nothing has happened for {quiet_s:.1f} s, since {since}, in {where}{loop}; {waits_for}"
 
     def _still_s(self) -> float:
         return time.monotonic() - self._last_beat
+
+    def _blocked_text(self) -> str:
+        """How long the event loop has stood still, and in what: the task has a trajectory's name where an agent does not suspend."""
+        assert self._loop is not None
+        place = place_of(self._loop, self._thread_of_loop)
+        return f"the event loop has stood still for {self._still_s():.1f} s{f' in {place}' if place else ''}"
 
     def _is_blocked(self) -> bool:
         """Whether the event loop does not answer."""
