@@ -2,14 +2,16 @@
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+from ostinato_tokenization.testing import TokenizerKind, sample_chat_tokenizer
 from ostinato_trainer.config.actor import ModelConfig
 from ostinato_trainer.errors import ConfigError
-from ostinato_trainer.model_files import check_vocabulary, load_tokenizer
+from ostinato_trainer.model_files import check_vocabulary, load_tokenizer, warn_of_endless_turns
 
 
 def checked(quickstart_home: Path, folder: Path, change: dict[str, object]) -> None:
@@ -42,3 +44,25 @@ def test_tokens_that_may_never_be_used_are_said(
         assert not caplog.records
         checked(quickstart_home, tmp_path / "said", {"vocab_size": None, "text_config": {"vocab_size": size - 1}})
     assert f"has tokens up to {size - 1}, and the model a vocabulary of {size - 1}" in caplog.text
+
+
+CLOSES_BY_TEXT = """\
+{%- for message in messages %}{{ ']~b]' + message.role + '\\n' + message.content + '[e~[\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{ ']~b]ai\\n' }}{%- endif %}
+"""
+"""As that of MiniMax-M2, whose own tokenizer has these strings as tokens."""
+
+
+def test_a_template_of_another_tokenizer_that_ends_no_turn_is_said(
+    quickstart_home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the close of a turn is ordinary text, the log says what turns end with and which key to change; templates whose close is a token,
+    or the opener of the next turn, are not spoken of."""
+    (template := tmp_path / "text.jinja").write_text(CLOSES_BY_TEXT)
+    with caplog.at_level(logging.WARNING, logger="ostinato_trainer"):
+        load_tokenizer(ModelConfig(path=str(quickstart_home / "model")))
+        for name in ("tools", "plain", "opener_stops", "several_closes"):
+            warn_of_endless_turns(sample_chat_tokenizer(TokenizerKind.BYTE_LEVEL, name))
+        assert not caplog.records
+        load_tokenizer(ModelConfig(path=str(quickstart_home / "model"), chat_template=str(template)))
+    assert re.search(r"ends no assistant turn .*actor_rollout_ref\.model\.chat_template", caplog.text)

@@ -19,7 +19,14 @@ from ostinato_trainer.data.vocabulary import token_beyond
 from ostinato_trainer.errors import ConfigError
 from ostinato_trainer.home_paths import home_path
 
-__all__ = ["check_model_folder", "check_same_tokenizer", "check_vocabulary", "load_tokenizer", "smaller_vocabulary"]
+__all__ = [
+    "check_model_folder",
+    "check_same_tokenizer",
+    "check_vocabulary",
+    "load_tokenizer",
+    "smaller_vocabulary",
+    "warn_of_endless_turns",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -105,17 +112,39 @@ def _token_ids(file: Path) -> dict[str, int] | None:
 
 
 def load_tokenizer(model: ModelConfig) -> ChatTokenizer:
-    """The policy's tokenizer with the chat template that the configuration chooses.
+    """The policy's tokenizer with the chat template that the configuration chooses; what that lacks is said.
 
     Raises:
         ConfigError: The folder's tokenizer or the template cannot be used; the message says which key to change.
     """
     try:
-        return ChatTokenizer.from_pretrained(str(model.path), chat_template=chat_template_text(model))
+        tokenizer = ChatTokenizer.from_pretrained(str(model.path), chat_template=chat_template_text(model))
     except TokenizationError as error:
         raise ConfigError(
             f"{error} (in a run, {_KEY}.path names the folder and {_KEY}.chat_template a template file)"
         ) from error
+    warn_of_endless_turns(tokenizer)
+    return tokenizer
+
+
+def warn_of_endless_turns(tokenizer: ChatTokenizer, key: str = _KEY) -> None:
+    """Say of a template that it closes what an assistant says with ordinary text: one that belongs to another tokenizer does so.
+
+    Every turn is recorded as it was sampled all the same, and what the template writes between turns follows it.
+    """
+    if tokenizer.boundaries.stops:
+        return
+    end = (
+        f"{tokenizer.eos_token!r} only, which the template does not show"
+        if tokenizer.eos_token
+        else "its longest length only"
+    )
+    _logger.warning(
+        "The chat template ends no assistant turn with a control token that the tokenizer has: a turn ends with %s; "
+        "name the template that belongs to the tokenizer, or one that ends turns with a token of it, in %s.chat_template",
+        end,
+        key,
+    )
 
 
 def smaller_vocabulary(tokenizer: ChatTokenizer, path: str, key: str = _KEY) -> int | None:

@@ -29,7 +29,7 @@ from ostinato_trainer.config.sft import SftConfig
 from ostinato_trainer.errors import TrainingInterrupted
 from ostinato_trainer.home_paths import home_path
 from ostinato_trainer.interrupts import terminated_as_interrupted
-from ostinato_trainer.model_files import smaller_vocabulary
+from ostinato_trainer.model_files import smaller_vocabulary, warn_of_endless_turns
 from ostinato_trainer.progress import step_progress
 from ostinato_trainer.sft.checkpoints import LearnedConversations, SftCheckpoints, began_at, check_unused
 from ostinato_trainer.sft.checks import check_sft
@@ -88,6 +88,7 @@ class _Run:
         self._started_at = time.time() if point is None else began_at(point)
         self._template = chat_template_text(config.model, key="model")
         tokenizer = ChatTokenizer.from_pretrained(str(config.model.path), chat_template=self._template)
+        warn_of_endless_turns(tokenizer, "model")
         wanted = config.trainer.total_training_steps
         number = None if wanted is None else wanted * config.data.train_batch_size
         self._train = self._read("conversations", tokenizer, config.data.train_paths, number)
