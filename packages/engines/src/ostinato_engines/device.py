@@ -22,6 +22,9 @@ HOST = "cpu"
 CUDA = "cuda"
 """The kind that some of torch's kernels are for."""
 
+_NCCL_MEMORY = "NCCL_CUMEM_ENABLE"
+"""By which means NCCL shares memory: some engines set it in their processes."""
+
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """How torch takes memory of a device; the first that is set counts."""
 
@@ -214,11 +217,12 @@ def place_of(device: "str | torch.device") -> WeightPlace:
 
 
 def collective_versions(device: "str | torch.device") -> str:
-    """What carries bytes between processes for the device: others may wait for each other in vain."""
+    """What carries bytes between processes for the device, and what it was told that all must be told: others may wait for each other in vain."""
     release = ".".join(_torch().__version__.partition("+")[0].split(".")[:2])
     library = distributed_backend(device)
     if library == "nccl":
-        library += " " + ".".join(map(str, _torch().cuda.nccl.version()))
+        told = os.environ.get(_NCCL_MEMORY, "unset")
+        library += f" {'.'.join(map(str, _torch().cuda.nccl.version()))}, {_NCCL_MEMORY} {told}"
     return f"torch {release} with {library}"
 
 
