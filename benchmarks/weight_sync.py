@@ -509,22 +509,16 @@ def tell(part: str, values: dict[str, Any]) -> None:
 
 @contextmanager
 def visible(devices: str | None) -> Any:
-    """Processes that are started within the block see these devices alone."""
-    before = os.environ.get(VISIBLE)
-    if devices is not None:
-        os.environ[VISIBLE] = devices
+    """Processes that are started within the block see these devices alone; None changes nothing."""
+    if devices is None:
+        yield
+        return
+    before = os.environ[VISIBLE]
+    os.environ[VISIBLE] = devices
     try:
         yield
     finally:
-        if devices is not None and before is None:
-            del os.environ[VISIBLE]
-        elif devices is not None:
-            os.environ[VISIBLE] = str(before)
-
-
-def second_device() -> str:
-    """What an engine sees that has a device of its own."""
-    return os.environ.get(VISIBLE, "0,1").split(",")[1]
+        os.environ[VISIBLE] = before
 
 
 async def run(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
@@ -543,9 +537,11 @@ async def run_placed(options: argparse.Namespace, config: Any, places: Any, scra
 
     started = time.perf_counter()
     apart = options.separate and options.executor == "local" and options.device != "cpu"
-    with visible(second_device() if apart else None):
-        pool = build_pool(config, places)
-        await pool.start()
+    of_rank = None
+    if apart:  # for good: what a process has seen of devices once is what it sees
+        of_rank, os.environ[VISIBLE] = os.environ.get(VISIBLE, "0,1").split(",")[:2]
+    pool = build_pool(config, places)
+    await pool.start()
     found: dict[str, Any] = {
         "engine": pool.servers[0].capabilities().engine,
         "engine_start_s": round(time.perf_counter() - started, 1),
@@ -556,7 +552,8 @@ async def run_placed(options: argparse.Namespace, config: Any, places: Any, scra
         from ostinato_trainer.backends.choice import build_backend
 
         started = time.perf_counter()
-        backend = await asyncio.to_thread(build_backend, config, backend_options(config, total_steps=10), places)
+        with visible(of_rank):
+            backend = await asyncio.to_thread(build_backend, config, backend_options(config, total_steps=10), places)
         found["ranks_start_s"] = round(time.perf_counter() - started, 1)
         bench = Bench(options, config, pool, backend, scratch, found)
         try:
@@ -615,6 +612,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     logging.basicConfig(level=logging.WARNING)
     started = time.perf_counter()
+    if options.directory is not None:
+        Path(options.directory).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="weight-sync-") as folder:
         scratch = Path(folder)
         settings = ["--shape", options.shape, "--dtype", options.dtype, "--device", options.device]
