@@ -148,6 +148,18 @@ def test_a_rank_that_others_wait_for_in_an_exchange_is_named(ranks_module, monke
     assert not [pid for pid in pids if is_there(pid)]
 
 
+def test_what_lost_ranks_have_printed_is_kept(ranks_module, tmp_path: Path) -> None:
+    """Those that take their place add to the same files, and an error shows what its own process has printed."""
+    (tmp_path / "rank_0.log").write_text("of the ranks before\n")
+    ranks = make(num_ranks=1, log_folder=str(tmp_path))
+    ranks.start(ranks_module.whole)
+    os.kill(ranks.process_ids[0], signal.SIGKILL)
+    with pytest.raises(RankDiedError) as died:
+        ranks.call("policy_version", [()])
+    assert "of the ranks before" not in str(died.value)
+    assert (tmp_path / "rank_0.log").read_text().startswith("of the ranks before\n")
+
+
 def test_ranks_that_shared_memory_leave_no_folder(ranks_module, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sockets by which a rank hands out what it shares go with it."""
     with tempfile.TemporaryDirectory() as folder:  # sockets have short names

@@ -60,14 +60,16 @@ class RankProcessOptions(msgspec.Struct, frozen=True, kw_only=True):
     call_timeout_s: float = 3600.0
     """How long one call may take, from its start to the last rank's answer."""
     log_folder: str | None = None
-    """Where each rank's output goes, as `rank_N.log`; a folder that is removed at the end where None."""
+    """Where each rank's output is added to `rank_N.log`; a folder that is removed at the end where None."""
 
 
 class _Rank:
     """One process and the pipe to it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], pipe: Connection, life: int, log: Path) -> None:
-        self.process, self.pipe, self.log = process, pipe, log
+    def __init__(
+        self, process: subprocess.Popen[bytes], pipe: Connection, life: int, log: Path, log_start: int
+    ) -> None:
+        self.process, self.pipe, self.log, self._log_start = process, pipe, log, log_start
         self._life: int | None = life
 
     def exchange(self, request: bytes) -> Answer | Failure:
@@ -81,6 +83,15 @@ class _Rank:
                 replay(message)
             elif not isinstance(message, Progress):
                 return message
+
+    def end_of_output(self) -> str:
+        """The last that the process has printed."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(self._log_start, self.log.stat().st_size - _LOG_TAIL_BYTES))
+                return file.read().decode(errors="replace").strip() or "(nothing)"
+        except OSError as error:
+            return f"(unreadable: {error})"
 
     def let_go(self) -> None:
         """Closes the pipe on which the process sees that it is no longer needed."""
@@ -260,7 +271,7 @@ class RankProcesses:
 
     def _end_of_output(self, rank: _Rank) -> str:
         where = "its output" if self.options.log_folder is None else f"its output, {rank.log},"
-        return f"{where} ends with:\n{_tail(rank.log)}"
+        return f"{where} ends with:\n{rank.end_of_output()}"
 
 
 def _started(log: Path, environment: dict[str, str]) -> _Rank:
@@ -268,7 +279,8 @@ def _started(log: Path, environment: dict[str, str]) -> _Rank:
     ours, theirs = Pipe()
     life_end, life = os.pipe()
     try:
-        with log.open("wb") as output:
+        with log.open("ab") as output:  # what a lost run has printed stays, for the one that goes on
+            log_start = output.tell()
             process = subprocess.Popen(
                 [sys.executable, "-m", "ostinato_trainer.backends.ranks.process", str(theirs.fileno()), str(life_end)],
                 stdin=subprocess.DEVNULL,
@@ -285,7 +297,7 @@ def _started(log: Path, environment: dict[str, str]) -> _Rank:
         theirs.close()
         os.close(life_end)
     ours.send_bytes(bytes(current_process().authkey))
-    return _Rank(process, ours, life, log)
+    return _Rank(process, ours, life, log, log_start)
 
 
 def _failures(answers: Sequence[Future[Any]]) -> dict[int, Failure]:
@@ -303,15 +315,6 @@ def _status(process: subprocess.Popen[bytes]) -> str:
     except subprocess.TimeoutExpired:
         return "closed its connection"
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
-
-
-def _tail(log: Path) -> str:
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
-            return file.read().decode(errors="replace").strip() or "(nothing)"
-    except OSError as error:
-        return f"(unreadable: {error})"
 
 
 def loopback() -> str | None:
