@@ -1,9 +1,19 @@
-"""What a replica is given: everything, or the tensors that may have changed."""
+"""What a replica is given: everything, or the tensors that may have changed; and what becomes of it where that cannot be made."""
 
 import logging
 
-from ostinato_engines import Capabilities, ManifestError, TensorSpec, WeightManifest
-from ostinato_rollout import ServerPool
+import pytest
+
+from ostinato_engines import (
+    Capabilities,
+    EngineState,
+    Health,
+    ManifestError,
+    SamplingParams,
+    TensorSpec,
+    WeightManifest,
+)
+from ostinato_rollout import ReplicaState, ServerPool
 
 SPECS = tuple(TensorSpec(name, (1,), "float32") for name in ("a.b.w", "a.c.d.w", "a.c.e.w"))
 
@@ -94,3 +104,75 @@ async def test_a_replica_that_is_replaced_gets_everything(stub_server):
         assert servers[1].taken == [ALL, PART]
     finally:
         await pool.shutdown()
+
+
+class Broken:
+    """Weights whose making fails: when they are asked for, or behind so many tensors; for each replica, or once."""
+
+    def __init__(self, num_made, *, times=10**9):
+        self.num_made, self.times = num_made, times
+
+    def __call__(self):
+        self.times -= 1
+        if self.times < 0:
+            return ((spec.name, place) for place, spec in enumerate(SPECS))
+        if self.num_made is None:
+            raise OSError("the ranks are gone")
+        return self._some()
+
+    def _some(self):
+        for place, spec in enumerate(SPECS[: self.num_made]):
+            yield spec.name, place
+        raise OSError("the ranks are gone")
+
+
+@pytest.mark.parametrize("num_made", [None, 0])
+async def test_weights_that_cannot_be_made_are_the_caller_s_error(stub_server, num_made):
+    """No replica is taken out: all go on with the policy that they have, and take the next one."""
+    pool = ServerPool([stub_server(), stub_server()])
+    servers = pool.servers
+    await pool.update_weights(manifest(1), Weights())
+    with pytest.raises(OSError, match="the ranks are gone"):
+        await pool.update_weights(manifest(2), Broken(num_made))
+    assert (pool.servers, set(pool.states.values()), pool.policy_version) == (servers, {ReplicaState.SERVING}, 1)
+    assert (await pool.client().generate("talk", [1], SamplingParams())).token_ids == [99]
+    await pool.update_weights(manifest(3), Weights())
+    assert pool.policy_version == 3
+
+
+@pytest.mark.parametrize("num_made", [0, 2])
+async def test_a_replica_that_may_have_some_of_them_waits_for_the_next_update(stub_server, num_made):
+    """One that has read tensors, or that says that its weights are not complete, serves nobody until an update has come whole."""
+    server = stub_server()
+    pool = ServerPool([server])
+
+    async def health():
+        return Health(EngineState.STALE if num_made == 0 else EngineState.READY, 0)
+
+    server.health = health
+    with pytest.raises(OSError, match="the ranks are gone"):
+        await pool.update_weights(manifest(1), Broken(num_made))
+    assert set(pool.states.values()) == {ReplicaState.WAITING_FOR_WEIGHTS}
+    assert all(change.after is not ReplicaState.LOST for change in pool.history)
+    await pool.update_weights(manifest(2), Weights())
+    assert (set(pool.states.values()), pool.policy_version) == ({ReplicaState.SERVING}, 2)
+
+
+async def test_replicas_never_differ_because_weights_failed_for_one(stub_server):
+    """Where others have the new policy, the one whose weights could not be made waits, though it has read none."""
+    pool = ServerPool([stub_server(), stub_server(), stub_server()])
+    with pytest.raises(OSError, match="the ranks are gone"):
+        await pool.update_weights(manifest(1), Broken(None, times=1))
+    assert sorted(pool.states.values()) == sorted([ReplicaState.WAITING_FOR_WEIGHTS, *[ReplicaState.SERVING] * 2])
+    assert {server.policy_version for server in pool.servers} == {1}
+    await pool.update_weights(manifest(2), Weights())
+    assert set(pool.states.values()) == {ReplicaState.SERVING}
+
+
+async def test_a_replica_s_own_failure_is_its_own(stub_server):
+    """An engine that fails with good weights is taken out as ever, and the caller hears nothing while others have them."""
+    bad, good = stub_server(), stub_server()
+    bad.failing.add("update_weights")
+    pool = ServerPool([bad, good])
+    await pool.update_weights(manifest(1), Weights())
+    assert pool.servers == (good,)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from ostinato_engines import ManifestError, PauseMode, UnsupportedError, WeightManifest
+from ostinato_engines import EngineState, ManifestError, PauseMode, UnsupportedError, WeightManifest
 from ostinato_engines.engine_status import WEIGHTS
 from ostinato_rollout.errors import ReplicaError
 from ostinato_rollout.fleet import Fleet
@@ -69,6 +69,37 @@ def _chosen(make_weights: MakeWeights, names: Container[str]) -> Iterator[tuple[
         del tensor
 
 
+class _Source:
+    """The weights for one replica. What fails where they are made is its error, and no failure of the replica."""
+
+    def __init__(self, make_weights: MakeWeights) -> None:
+        self._make_weights = make_weights
+        self.error: Exception | None = None
+        self.has_given = False
+        """Whether a tensor has been read, so that the replica may have some of it."""
+
+    def __call__(self) -> Iterator[tuple[str, Any]]:
+        self.error = None
+        try:
+            return self._read(iter(self._make_weights()))
+        except Exception as error:
+            self.error = error
+            raise
+
+    def _read(self, stream: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        while True:
+            try:
+                pair = next(stream)
+            except StopIteration:
+                return
+            except Exception as error:
+                self.error = error
+                raise
+            self.has_given = True
+            yield pair
+            del pair
+
+
 class WeightSync:
     """One update; made for it, and used once.
 
@@ -92,6 +123,7 @@ class WeightSync:
         self._asleep: set[int] = set()
         self._begun: set[int] = set()
         self._done: set[int] = set()
+        self._sources: dict[int, _Source] = {}
 
     @property
     def has_changed_any(self) -> bool:
@@ -99,7 +131,12 @@ class WeightSync:
         return bool(self._done)
 
     async def run(self, manifest: WeightManifest, make_weights: MakeWeights, mode: PauseMode) -> None:
-        """Bring all live replicas to `manifest.version`, those that wait for weights too; what fails is taken out."""
+        """Bring all live replicas to `manifest.version`, those that wait for weights too; what fails is taken out.
+
+        Raises:
+            Exception: What `make_weights` raised. A replica that has none of the weights then goes on with the old ones, where all have
+                these; one that may have some waits for the next update.
+        """
         fleet, version = self._fleet, manifest.version
         members = fleet.live()
         updating = [replica for replica in members if replica.is_in_service]
@@ -115,7 +152,9 @@ class WeightSync:
 
         async def update(replica: Replica) -> None:
             self._begun.add(replica.index)
-            await give_weights(replica, manifest, make_weights)
+            source = self._sources[replica.index] = _Source(make_weights)
+            await give_weights(replica, manifest, source)
+            source.error = None
             self._done.add(replica.index)
 
         def taking() -> list[Replica]:
@@ -131,20 +170,49 @@ class WeightSync:
                 self._begun.update(replica.index for replica in taking())
                 along = RoutedUpdate(self._operations, timeout_s=self._timeout_s)
                 self._done |= await along.run(taking(), manifest, make_weights)
-            await self._on_each(f"take weights of version {version}", taking(), update)
+            await self._on_each(f"take weights of version {version}", taking(), update, excused=self._without_weights)
+            await self._leave_untouched(members)
         finally:
             await to_its_end(self._settle(members, version))
+        if missing := self._without_weights():
+            logger.warning("Weights of version %d could not be made for replicas %s", version, sorted(missing))
+            raise next(source.error for source in self._sources.values() if source.error is not None)
+
+    async def _leave_untouched(self, members: Iterable[Replica]) -> None:
+        """Counts replicas for which no tensor was made as not begun, if they say that they have what they had."""
+
+        async def ask(replica: Replica) -> None:
+            if (await replica.server.health()).state in (EngineState.READY, EngineState.PAUSED, EngineState.ASLEEP):
+                self._begun.discard(replica.index)
+
+        untouched = {index for index in self._without_weights() if not self._sources[index].has_given}
+        # One that does not even say how it is waits for the next update, or is found out before.
+        asked = [replica for replica in members if replica.index in untouched and replica.state is _S.UPDATING]
+        await self._operations.on_each("tell how it is", asked, ask, self._timeout_s)
 
     def _awake(self, replicas: Iterable[Replica]) -> list[Replica]:
         """Those that are still to be paused or resumed: nothing runs in one that sleeps."""
         return [replica for replica in replicas if replica.state is _S.UPDATING and replica.index not in self._asleep]
 
-    async def _on_each(self, purpose: str, replicas: Iterable[Replica], operation: Operation) -> None:
+    def _without_weights(self) -> set[int]:
+        """Replicas whose weights could not be made."""
+        return {index for index, source in self._sources.items() if source.error is not None}
+
+    async def _on_each(
+        self,
+        purpose: str,
+        replicas: Iterable[Replica],
+        operation: Operation,
+        *,
+        excused: Callable[[], Container[int]] = frozenset,
+    ) -> None:
+        """Takes out those that fail, but for those that are not to blame."""
         by_index = {replica.index: replica for replica in replicas}
         failures = await self._operations.on_each(purpose, by_index.values(), operation, self._timeout_s)
         for index, error in failures.items():
             self._done.discard(index)
-            self._take_out(by_index[index], purpose, error)
+            if index not in excused():
+                self._take_out(by_index[index], purpose, error)
 
     async def _pause(self, replica: Replica, mode: PauseMode) -> None:
         """Pause an engine, or bring about the same from outside where it cannot: clients hold back what is new."""
