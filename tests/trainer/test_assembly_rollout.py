@@ -6,9 +6,9 @@ from ostinato_agent_loop import make_tool_executor
 from ostinato_engines.testing import ScriptedServer
 from ostinato_rollout import LeastInFlight, ServerPool
 from ostinato_tokenization.testing import tiny_chat_tokenizer
-from ostinato_trainer.assembly import build_manager
 from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.rewards.manager import RewardManager
+from ostinato_trainer.rollouts import build_manager
 
 ROLLOUT = "actor_rollout_ref.rollout"
 BASE = ("actor_rollout_ref.model.path=m", "data.train_files=a.parquet", "trainer.device=cpu")

@@ -9,40 +9,29 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from ostinato_agent_loop import (
-    AgentLoopManager,
-    RolloutManager,
-    agent_loop_class,
-    load_manager_class,
-    make_tool_executor,
-)
 from ostinato_engines.device import empty_cache, pick_device, seed_all
 from ostinato_engines.versions import installed_versions
-from ostinato_rollout import ServerPool, SessionBudget, dumps_on_signal
-from ostinato_rollout.tracing import completed
-from ostinato_tokenization import ChatTokenizer, ContinuousTokens
-from ostinato_tools import ToolExecutor
+from ostinato_rollout import dumps_on_signal
 from ostinato_trainer.algorithms.advantages import needs_critic
 from ostinato_trainer.algorithms.kl_control import KLController
+from ostinato_trainer.backends.base import TrainingBackend
 from ostinato_trainer.backends.choice import build_backend, build_critic
 from ostinato_trainer.backends.local import LocalBackendOptions
 from ostinato_trainer.backends.lora import lora_options
 from ostinato_trainer.backends.memory import EngineShare, out_of_memory_named
 from ostinato_trainer.checkpoints.manager import CheckpointManager
-from ostinato_trainer.checkpoints.resume import ResumePoint, check_same_run, resume_point, take_up
+from ostinato_trainer.checkpoints.resume import ResumePoint, resume_point, take_up
 from ostinato_trainer.checkpoints.run_state import Stateful
 from ostinato_trainer.checkpoints.saving import RunCheckpoints, restore_run
 from ostinato_trainer.checkpoints.whole_folder import check_root
 from ostinato_trainer.config import Config
 from ostinato_trainer.config.checks import check_runnable
-from ostinato_trainer.data.assembly import build_datasets
-from ostinato_trainer.data.dataset import PromptDataset
-from ostinato_trainer.data.prompt_loader import PromptLoader
 from ostinato_trainer.heap import lasting_objects
 from ostinato_trainer.interrupts import run_interruptibly
 from ostinato_trainer.loggers.base import RunEnd
@@ -50,15 +39,14 @@ from ostinato_trainer.loggers.group import Loggers
 from ostinato_trainer.loop.callbacks import StepFunction, load_callbacks
 from ostinato_trainer.loop.critic_update import critic_update_settings
 from ostinato_trainer.loop.experience import needs_reference
-from ostinato_trainer.loop.parts import TrainerParts
+from ostinato_trainer.loop.parts import Critic, Sampling, TrainerParts
 from ostinato_trainer.loop.ppo_trainer import PPOTrainer
 from ostinato_trainer.loop.sampling import sampling_of
 from ostinato_trainer.metrics.generations import GenerationWatch
-from ostinato_trainer.model_files import check_model_folder, check_same_tokenizer, check_vocabulary, load_tokenizer
-from ostinato_trainer.placement.executor import AgentWorkers, cluster_of, manager_and_workers, places_of
+from ostinato_trainer.model_files import check_model_folder, check_same_tokenizer
+from ostinato_trainer.placement.executor import cluster_of, places_of
 from ostinato_trainer.restarts import restart_metrics, run_with_restarts
-from ostinato_trainer.rewards.manager import RewardManager
-from ostinato_trainer.rollout_engine import build_pool
+from ostinato_trainer.rollouts import Rollouts, build_rollouts
 
 if TYPE_CHECKING:
     from ostinato_trainer.placement.places import Places
@@ -127,43 +115,14 @@ async def _run(
     owned: ExitStack,
 ) -> None:
     seed_all(config.trainer.seed)
-    model = config.actor_rollout_ref.model
-    tokenizer = load_tokenizer(model)
-    vocab_size = check_vocabulary(tokenizer, model, config.data.apply_chat_template_kwargs)
-    if point is not None:
-        check_same_run(point, config, tokenizer)
-    tools = make_tool_executor(config.actor_rollout_ref.rollout.multi_turn, tokenizer)
-    rewards = RewardManager(config.reward, tokenizer, max_response_length=config.data.max_response_length)
-    pool = build_pool(config, places)
-    manager, workers = build_manager(config, tokenizer, pool, tools, rewards, places)
-    train_rows, val_rows = build_datasets(config, tokenizer, tools, vocab_size=vocab_size)
-    _check_scorers(config, rewards, train_rows, val_rows)
-    manager.check_agents(name for name in _distinct("agent_names", train_rows, val_rows) if name is not None)
-    batch_size, val_only = config.data.train_batch_size, config.trainer.val_only
-    if val_only:
-        batch_size = min(batch_size, len(train_rows))  # of which none is drawn
-    loader = PromptLoader(train_rows, batch_size=batch_size, shuffle=config.data.shuffle, seed=config.data_seed)
-    total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
-    if point is not None and point.step >= total_steps and not val_only:
-        logger.warning(
-            "Nothing is left to do: %s is step %d of %d; more trainer.total_training_steps or total_epochs would go on from there",
-            point.directory,
-            point.step,
-            total_steps,
-        )
+    rollouts = build_rollouts(config, point, places)
+    total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(rollouts.loader)
+    if _nothing_is_left(config, point, total_steps):
         return
-    sampling = sampling_of(config, manager, loader, total_steps=total_steps)
-    own_callbacks = load_callbacks(config.trainer.callbacks)
-    of_critic = critic_options(config, total_steps)
-    backend = build_backend(config, backend_options(config, total_steps), places, critic=of_critic)
-    owned.callback(backend.close)
-    critic = None if of_critic is None else build_critic(config, of_critic, backend)
-    kl_controller = KLController(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
-    stateful: dict[str, Stateful] = {"sampling": sampling}
-    if kl_controller is not None:
-        stateful["kl_controller"] = kl_controller
+    learner = _build_learner(config, rollouts, places, total_steps, owned)
     if point is not None:
-        restore_run(point, config, backend, critic, {} if val_only else stateful)
+        val_only = config.trainer.val_only
+        restore_run(point, config, learner.backend, learner.critic, {} if val_only else learner.stateful)
         if not val_only:  # a look at an old checkpoint undoes nothing that came after it
             take_up(folder, point)
     folder.hold()
@@ -175,38 +134,31 @@ async def _run(
             state=None if point is None else point.state.loggers,
         )
         stack.push(lambda _kind, error, _traceback: loggers.close(RunEnd.of(error)))
-        stack.push_async_callback(rewards.aclose)
-        stack.push_async_callback(manager.close)
-        stack.push_async_callback(pool.shutdown)
-        stack.push_async_callback(tools.close)
-        await pool.start()
-        if workers is not None:
-            stack.push_async_callback(workers.shutdown)
-            await workers.start()
+        await rollouts.start(stack)
         loggers.describe(
-            {"versions/trainer": installed_versions(), "versions/engine": pool.servers[0].versions}
+            {"versions/trainer": installed_versions(), "versions/engine": rollouts.pool.servers[0].versions}
             | ({} if point is None else {"resumed_from": str(point.directory)})
             | ({f"restart_{number}": cause for number, cause in enumerate(causes, 1)})
         )
         checkpoints = await stack.enter_async_context(
-            RunCheckpoints(folder, config, backend, loggers, critic=critic, parts=stateful)
+            RunCheckpoints(folder, config, learner.backend, loggers, critic=learner.critic, parts=learner.stateful)
         )
         parts = TrainerParts(
-            sampling=sampling,
-            val_rows=[] if val_rows is None else [val_rows[index] for index in range(len(val_rows))],
-            manager=manager,
-            pool=pool,
-            backend=backend,
+            sampling=learner.sampling,
+            val_rows=rollouts.val_rows,
+            manager=rollouts.manager,
+            pool=rollouts.pool,
+            backend=learner.backend,
             checkpoints=checkpoints,
             callbacks=[
                 StepFunction(lambda step, metrics: loggers.log(step, {**metrics, **restart_metrics(causes)})),
-                GenerationWatch(config.trainer, loggers, tokenizer.decode),
-                *own_callbacks,
+                GenerationWatch(config.trainer, loggers, rollouts.tokenizer.decode),
+                *learner.callbacks,
                 *callbacks,
                 *making_room(config),
             ],
-            critic=critic,
-            kl_controller=kl_controller,
+            critic=learner.critic,
+            kl_controller=learner.kl_controller,
         )
         trainer = PPOTrainer(config, parts, total_steps=total_steps, steps_done=0 if point is None else point.step)
         if point is not None:
@@ -215,49 +167,49 @@ async def _run(
             await trainer.fit()
 
 
-def build_manager(
-    config: Config,
-    tokenizer: ChatTokenizer,
-    pool: ServerPool,
-    tools: ToolExecutor,
-    rewards: RewardManager,
-    places: Places | None = None,
-) -> tuple[RolloutManager, AgentWorkers | None]:
-    """`AgentLoopManager`, or the class that `agent.agent_loop_manager_class` names, and the workers that are actors, not started.
+def _nothing_is_left(config: Config, point: ResumePoint | None, total_steps: int) -> bool:
+    """Whether the run has taken all its steps; says so where it has."""
+    if point is None or point.step < total_steps or config.trainer.val_only:
+        return False
+    logger.warning(
+        "Nothing is left to do: %s is step %d of %d; more trainer.total_training_steps or total_epochs would go on from there",
+        point.directory,
+        point.step,
+        total_steps,
+    )
+    return True
 
-    A class of the user's own runs trajectories in this process, as it would without places.
-    """
-    rollout = config.actor_rollout_ref.rollout
-    trace = completed(
-        rollout.trace,
-        project_name=config.trainer.project_name,
-        experiment_name=config.trainer.experiment_name,
-        folder=config.trainer.local_dir,
-        rows_per_step=config.data.train_batch_size,
-    )
-    rollout = msgspec.structs.replace(rollout, trace=trace)
-    tokens = ContinuousTokens(tokenizer, template_kwargs=config.data.apply_chat_template_kwargs)
-    budget = SessionBudget(
-        max_prompt_tokens=config.data.max_prompt_length,
-        max_response_tokens=config.data.max_response_length,
-        max_model_len=rollout.max_model_len,
-        max_turn_tokens=rollout.multi_turn.max_turn_tokens,
-    )
-    manager_class = load_manager_class(rollout.agent)
-    if places is not None and manager_class is AgentLoopManager:
-        return manager_and_workers(config, rollout, tokens, budget, pool, places)
-    turns = {"colocated": True} if config.engines_sleep else {}  # a class of the user's own may not know it
-    manager = manager_class(
-        rollout,
-        tokens=tokens,
-        budget=budget,
-        pool=pool,
-        tools=tools,
-        reward_fn=rewards,
-        seed=config.rollout_seed,
-        **turns,
-    )
-    return manager, None
+
+@dataclass(frozen=True)
+class _Learner:
+    """What learns from trajectories."""
+
+    sampling: Sampling
+    callbacks: Sequence[object]
+    """The user's own."""
+    backend: TrainingBackend
+    critic: Critic | None
+    kl_controller: KLController | None
+
+    @property
+    def stateful(self) -> dict[str, Stateful]:
+        """The parts whose state a checkpoint keeps beside the models."""
+        parts: dict[str, Stateful] = {"sampling": self.sampling}
+        return parts if self.kl_controller is None else {**parts, "kl_controller": self.kl_controller}
+
+
+def _build_learner(
+    config: Config, rollouts: Rollouts, places: Places | None, total_steps: int, owned: ExitStack
+) -> _Learner:
+    """Load the models; `owned` closes them."""
+    sampling = sampling_of(config, rollouts.manager, rollouts.loader, total_steps=total_steps)
+    callbacks = load_callbacks(config.trainer.callbacks)
+    of_critic = critic_options(config, total_steps)
+    backend = build_backend(config, backend_options(config, total_steps), places, critic=of_critic)
+    owned.callback(backend.close)
+    critic = None if of_critic is None else build_critic(config, of_critic, backend)
+    kl_controller = KLController(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
+    return _Learner(sampling, callbacks, backend, critic, kl_controller)
 
 
 def making_room(config: Config) -> list[StepFunction]:
@@ -312,19 +264,3 @@ def critic_options(config: Config, total_steps: int) -> LocalBackendOptions | No
         use_remove_padding=config.actor_rollout_ref.model.use_remove_padding,
         engine=engine_share(config),
     )
-
-
-def _check_scorers(config: Config, rewards: RewardManager, *datasets: PromptDataset | None) -> None:
-    """Refuse rows that nobody can score. Where each row's agent brings its own score, none is needed; a `reward` that was set is then said
-    to have no effect."""
-    rollout = config.actor_rollout_ref.rollout
-    names = _distinct("agent_names", *datasets) or [None]
-    if not all(agent_loop_class(name or rollout.agent.default_agent_loop).gives_reward(rollout) for name in names):
-        rewards.check_data_sources(_distinct("data_sources", *datasets))
-    elif config.reward != type(config.reward)():
-        logger.warning("The settings of reward have no effect: the agent of every row gives the reward itself")
-
-
-def _distinct(attribute: str, *datasets: PromptDataset | None) -> list[str | None]:
-    """The different values over all datasets; a dataset of the user's own may not know them beforehand."""
-    return list(dict.fromkeys(value for dataset in datasets for value in getattr(dataset, attribute, ())))
