@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from ostinato_trainer.config.checks import consistency_problems, unread_keys
+from ostinato_trainer.config.checks import consistency_problems
 from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.config.reward import CustomRewardConfig, RewardConfig
+from ostinato_trainer.config.without_effect import unread_keys
 from ostinato_trainer.errors import ConfigError
 from ostinato_trainer.rewards.functions import custom_function
 

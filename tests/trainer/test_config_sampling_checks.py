@@ -6,9 +6,10 @@ import logging
 
 import pytest
 
-from ostinato_trainer.config.checks import check_runnable, unread_keys
+from ostinato_trainer.config.checks import check_runnable
 from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.config.sampling_checks import uncorrected_staleness
+from ostinato_trainer.config.without_effect import unread_keys
 from ostinato_trainer.errors import ConfigError
 
 

@@ -11,33 +11,21 @@ from collections.abc import Collection
 from typing import Final
 
 from ostinato_trainer.config import Config
-from ostinato_trainer.config.algorithm_checks import (
-    algorithm_problems,
-    algorithm_rules,
-    missing_algorithms,
-    uses_groups,
-)
-from ostinato_trainer.config.reward_checks import reward_problems, unread_reward_keys
-from ostinato_trainer.config.sampling_checks import sampling_problems, sampling_rules, uncorrected_staleness
-from ostinato_trainer.config.strategy_checks import strategy_problems, unread_strategy_keys
+from ostinato_trainer.config.algorithm_checks import algorithm_problems, missing_algorithms, uses_groups
+from ostinato_trainer.config.data import DataConfig
+from ostinato_trainer.config.reward_checks import reward_problems
+from ostinato_trainer.config.sampling_checks import sampling_problems, uncorrected_staleness
+from ostinato_trainer.config.strategy_checks import strategy_problems
 from ostinato_trainer.errors import ConfigError
-from ostinato_trainer.placement.checks import executor_problems, unread_executor_keys
+from ostinato_trainer.placement.checks import executor_problems
 
-__all__ = ["check_runnable", "consistency_problems", "problems_text", "template_problems", "unread_keys"]
+__all__ = ["check_runnable", "consistency_problems", "problems_text", "template_problems"]
 
 logger = logging.getLogger(__name__)
 
 _ACTOR: Final = "actor_rollout_ref.actor"
-_MODEL: Final = "actor_rollout_ref.model"
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
 _RENDERED: Final = frozenset({"messages", "tools", "add_generation_prompt"})
-
-
-_WITHOUT_CRITIC: Final = (
-    *("grpo", "grpo_passk", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
-    *("remax", "opo", "gpg"),
-)
-"""Estimators of ours that read no values; one of the user's own may."""
 
 
 def problems_text(problems: Collection[str]) -> str:
@@ -49,78 +37,101 @@ def problems_text(problems: Collection[str]) -> str:
 
 def consistency_problems(config: Config) -> list[str]:
     """Sentences about keys that contradict each other; empty where none do."""
-    data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    problems = algorithm_problems(config)
-    if data.train_batch_size % actor.ppo_mini_batch_size:
-        problems.append(
-            f"data.train_batch_size must be a multiple of {_ACTOR}.ppo_mini_batch_size (both count prompts), got "
-            f"{data.train_batch_size} and {actor.ppo_mini_batch_size}; write "
-            f"{_ACTOR}.ppo_mini_batch_size={data.train_batch_size} for one optimizer step a batch"
-        )
-    if rollout.temperature == 0:
-        problems.append(
-            f"{_ROLLOUT}.temperature must be greater than 0 to train: else all of a group are alike, got 0; "
-            f"write {_ROLLOUT}.temperature=1.0"
-        )
+    return [
+        *algorithm_problems(config),
+        *_batch_problems(config),
+        *_length_problems(config),
+        *_data_problems(config.data),
+        *reward_problems(config.reward, max_response_length=config.data.max_response_length),
+        *_run_problems(config),
+        *config.trainer.resume_problems,
+        *sampling_problems(config),
+    ]
+
+
+def _batch_problems(config: Config) -> list[str]:
+    """How many prompts there are in a batch and in its mini-batches."""
+    batch_size = config.data.train_batch_size
+    mini_batches = (
+        (
+            f"{_ACTOR}.ppo_mini_batch_size",
+            config.actor_rollout_ref.actor.ppo_mini_batch_size,
+            "for one optimizer step a batch",
+        ),
+        ("critic.ppo_mini_batch_size", config.critic.ppo_mini_batch_size, "or null"),
+    )
+    return [
+        f"data.train_batch_size must be a multiple of {key} (both count prompts), got {batch_size} and {size}; "
+        f"write {key}={batch_size} {rest}"
+        for key, size, rest in mini_batches
+        if size is not None and batch_size % size
+    ]
+
+
+def _length_problems(config: Config) -> list[str]:
+    """Whether a whole sequence fits into the engine, and into a pass of the policy and of the critic."""
+    data, actor, critic = config.data, config.actor_rollout_ref.actor, config.critic
+    max_model_len = config.actor_rollout_ref.rollout.max_model_len
     longest = data.max_prompt_length + data.max_response_length
-    if rollout.max_model_len is not None and longest > rollout.max_model_len:
+    problems = []
+    if max_model_len is not None and longest > max_model_len:
         problems.append(
             f"data.max_prompt_length + data.max_response_length must be at most {_ROLLOUT}.max_model_len, got "
-            f"{data.max_prompt_length} + {data.max_response_length} = {longest} > {rollout.max_model_len}; "
+            f"{data.max_prompt_length} + {data.max_response_length} = {longest} > {max_model_len}; "
             f"write {_ROLLOUT}.max_model_len={longest} or shorten one of the two"
         )
+    of_critic = critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu
+    budgets = [(_ACTOR, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu)]
+    if of_critic != (None, None):  # else it is the actor's, which is named already
+        by_tokens = actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
+        budgets.append(("critic", by_tokens, critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu))
     shared = actor.ranks_per_pass
-    if actor.use_dynamic_bsz and shared * actor.ppo_max_token_len_per_gpu < longest:
-        problems.append(
-            f"{_ACTOR}.ppo_max_token_len_per_gpu{_times(shared)} must hold one whole sequence, data.max_prompt_length + "
-            f"data.max_response_length = {longest} tokens, got {actor.ppo_max_token_len_per_gpu}; "
-            f"write {_ACTOR}.ppo_max_token_len_per_gpu={-(-longest // shared)} or more"
-        )
-    critic = config.critic
-    mini_batch = critic.ppo_mini_batch_size
-    if mini_batch is not None and data.train_batch_size % mini_batch:
-        problems.append(
-            f"data.train_batch_size must be a multiple of critic.ppo_mini_batch_size (both count prompts), got "
-            f"{data.train_batch_size} and {mini_batch}; write critic.ppo_mini_batch_size={data.train_batch_size} or null"
-        )
-    by_tokens = actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
-    budget = critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
-    if (
-        by_tokens
-        and shared * budget < longest
-        and (critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu) != (None, None)
-    ):
-        problems.append(
-            f"critic.ppo_max_token_len_per_gpu{_times(shared)} must hold one whole sequence, data.max_prompt_length + "
-            f"data.max_response_length = {longest} tokens, got {budget}; "
-            f"write critic.ppo_max_token_len_per_gpu={-(-longest // shared)} or more"
-        )
-    for name in ("train_max_samples", "val_max_samples"):
-        if getattr(data, name) == 0:
-            problems.append(f"data.{name} must be at least 1, or -1 for all rows, got 0; write data.{name}=-1")
+    times = f" x {_ACTOR}.fsdp_config.ulysses_sequence_parallel_size={shared}" if shared > 1 else ""
+    problems += [
+        f"{section}.ppo_max_token_len_per_gpu{times} must hold one whole sequence, data.max_prompt_length + "
+        f"data.max_response_length = {longest} tokens, got {budget}; "
+        f"write {section}.ppo_max_token_len_per_gpu={-(-longest // shared)} or more"
+        for section, by_tokens, budget in budgets
+        if by_tokens and shared * budget < longest
+    ]
+    return problems
+
+
+def _data_problems(data: DataConfig) -> list[str]:
+    problems = [
+        f"data.{name} must be at least 1, or -1 for all rows, got 0; write data.{name}=-1"
+        for name in ("train_max_samples", "val_max_samples")
+        if getattr(data, name) == 0
+    ]
     problems += template_problems(data.apply_chat_template_kwargs)
     custom = data.custom_cls
     if (custom.path is None) != (custom.name is None):
         problems.append(
             f"data.custom_cls.path and .name must be given together, got {custom.path} and {custom.name}; write both"
         )
-    problems += reward_problems(config.reward, max_response_length=data.max_response_length)
-    if config.reward.timeout_s > rollout.agent.reward_timeout_s:
-        problems.append(
-            f"reward.timeout_s must be at most {_ROLLOUT}.agent.reward_timeout_s, which also covers waiting for a free "
-            f"worker, got {config.reward.timeout_s:g} and {rollout.agent.reward_timeout_s:g}; "
-            f"write {_ROLLOUT}.agent.reward_timeout_s={10 * config.reward.timeout_s:g}"
-        )
-    problems += config.trainer.resume_problems
-    problems += sampling_problems(config)
-    if len(set(config.trainer.logger)) < len(config.trainer.logger):
-        names = ", ".join(config.trainer.logger)
-        problems.append(f"trainer.logger must name each logger once, got [{names}]; remove the repeated name")
     return problems
 
 
-def _times(ranks: int) -> str:
-    return f" x {_ACTOR}.fsdp_config.ulysses_sequence_parallel_size={ranks}" if ranks > 1 else ""
+def _run_problems(config: Config) -> list[str]:
+    """What belongs to none of the sections alone."""
+    rollout, timeout_s, names = config.actor_rollout_ref.rollout, config.reward.timeout_s, config.trainer.logger
+    problems = []
+    if rollout.temperature == 0:
+        problems.append(
+            f"{_ROLLOUT}.temperature must be greater than 0 to train: else all of a group are alike, got 0; "
+            f"write {_ROLLOUT}.temperature=1.0"
+        )
+    if timeout_s > rollout.agent.reward_timeout_s:
+        problems.append(
+            f"reward.timeout_s must be at most {_ROLLOUT}.agent.reward_timeout_s, which also covers waiting for a free "
+            f"worker, got {timeout_s:g} and {rollout.agent.reward_timeout_s:g}; "
+            f"write {_ROLLOUT}.agent.reward_timeout_s={10 * timeout_s:g}"
+        )
+    if len(set(names)) < len(names):
+        problems.append(
+            f"trainer.logger must name each logger once, got [{', '.join(names)}]; remove the repeated name"
+        )
+    return problems
 
 
 def template_problems(apply_chat_template_kwargs: Collection[str]) -> list[str]:
@@ -130,94 +141,6 @@ def template_problems(apply_chat_template_kwargs: Collection[str]) -> list[str]:
         return []
     return [
         f"data.apply_chat_template_kwargs must not hold what every prompt is rendered with, got {', '.join(taken)}; remove it"
-    ]
-
-
-def unread_keys(config: Config, written: Collection[str]) -> list[str]:
-    """Sentences about keys that were written and that other keys keep from having any effect.
-
-    Args:
-        config: the loaded configuration.
-        written: dotted paths that files or overrides gave.
-    """
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    model = config.actor_rollout_ref.model
-    rules = (
-        (not actor.use_kl_loss, f"{_ACTOR}.use_kl_loss is false", (f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type")),
-        (actor.use_dynamic_bsz, f"{_ACTOR}.use_dynamic_bsz is true", (f"{_ACTOR}.ppo_micro_batch_size_per_gpu",)),
-        (
-            not rollout.val_kwargs.do_sample,
-            f"{_ROLLOUT}.val_kwargs.do_sample is false",
-            tuple(f"{_ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_p", "top_k")),
-        ),
-        (
-            actor.clip_ratio_low is not None and actor.clip_ratio_high is not None,
-            "clip_ratio_low and clip_ratio_high are both given",
-            (f"{_ACTOR}.clip_ratio",),
-        ),
-        (
-            config.algorithm.rollout_correction.bypass_mode,
-            "algorithm.rollout_correction.bypass_mode is true, which leaves nothing to compare",
-            (f"{_ROLLOUT}.log_prob_check.max_mean_diff", f"{_ROLLOUT}.log_prob_check.action"),
-        ),
-        *algorithm_rules(config),
-        *sampling_rules(config),
-        (not config.data.shuffle, "data.shuffle is false", ("data.seed",)),
-        (
-            not config.data.val_paths,
-            "data.val_files is empty",
-            ("data.val_max_samples", "trainer.log_val_generations", "trainer.validation_data_dir"),
-        ),
-        (
-            config.data.filter_overlong_prompts and config.data.truncation != "error",
-            "data.filter_overlong_prompts is true",
-            ("data.truncation",),
-        ),
-        *unread_reward_keys(config.reward),
-        *unread_executor_keys(config),
-        *unread_strategy_keys(config),
-        (
-            config.trainer.resume_mode != "resume_path",
-            f"trainer.resume_mode is {config.trainer.resume_mode}",
-            ("trainer.resume_from_path",),
-        ),
-        (
-            config.trainer.save_freq == 0,
-            "trainer.save_freq is 0",
-            ("trainer.async_save", "trainer.best_metric", "trainer.max_ckpt_to_keep"),
-        ),
-        (
-            config.algorithm.adv_estimator in _WITHOUT_CRITIC,
-            f"algorithm.adv_estimator is {config.algorithm.adv_estimator}, which needs no critic",
-            ("trainer.critic_warmup", *(key for key in written if key.startswith("critic."))),
-        ),
-        (
-            not model.lora_rank or model.lora_adapter_path is not None,
-            f"{_MODEL}.lora_rank is 0" if model.lora_adapter_path is None else f"{_MODEL}.lora_adapter_path decides it",
-            tuple(f"{_MODEL}.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules")),
-        ),
-        (
-            bool(config.critic.use_dynamic_bsz),
-            "critic.use_dynamic_bsz is true",
-            ("critic.ppo_micro_batch_size_per_gpu",),
-        ),
-        (
-            True,
-            f"{_ROLLOUT}.trace.backend is {rollout.trace.backend or 'null'}",
-            tuple(f"{_ROLLOUT}.trace.{name}" for name in rollout.trace.unread),
-        ),
-        (
-            True,
-            f"{_ROLLOUT}.name is {rollout.name}",
-            tuple(
-                f"{_ROLLOUT}.engine_kwargs.{name}"
-                for name in rollout.engine_kwargs.__struct_fields__
-                if name != rollout.name
-            ),
-        ),
-    )
-    return [
-        f"{key} has no effect while {why}" for applies, why, keys in rules if applies for key in keys if key in written
     ]
 
 

@@ -20,11 +20,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ostinato_trainer.config import Config
-from ostinato_trainer.config.checks import consistency_problems, problems_text, unread_keys
+from ostinato_trainer.config.checks import consistency_problems, problems_text
 from ostinato_trainer.config.homes import with_homes
 from ostinato_trainer.config.schema import Key, is_free_form, schema_keys, schema_sections, type_text
 from ostinato_trainer.config.unknown import unknown_key_message
 from ostinato_trainer.config.unread import REFUSED_VALUES
+from ostinato_trainer.config.without_effect import unread_keys
 from ostinato_trainer.errors import ConfigError
 
 __all__ = ["flat_values", "load_config", "load_tree", "to_yaml"]

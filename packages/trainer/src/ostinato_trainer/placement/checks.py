@@ -45,7 +45,7 @@ def executor_problems(config: Config) -> list[str]:
 
 
 def unread_executor_keys(config: Config) -> tuple[tuple[bool, str, tuple[str, ...]], ...]:
-    """As `config.checks.unread_keys` takes them: whether a rule applies, why, and the keys without effect."""
+    """As `config.without_effect.unread_keys` takes them: whether a rule applies, why, and the keys without effect."""
     is_local = config.trainer.executor == "local"
     return (
         (
