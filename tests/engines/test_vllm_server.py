@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import itertools
 import multiprocessing
 import os
 import signal
@@ -17,8 +18,10 @@ if importlib.util.find_spec("vllm") is None:
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
 
 from ostinato_engines import (
+    CollectiveRoute,
     EngineCrashedError,
     EngineInputError,
     EngineNotReadyError,
@@ -26,6 +29,7 @@ from ostinato_engines import (
     EngineState,
     PauseMode,
     SamplingParams,
+    SocketRoute,
     StopReason,
     UnsupportedError,
     WeightManifest,
@@ -34,6 +38,8 @@ from ostinato_engines import (
 from ostinato_engines.testing import Scope, WeightUpdate, check_server, reference_distribution
 from ostinato_engines.vllm_engine.hold_choice import hold_outputs
 from ostinato_engines.vllm_server import VLLMServer
+from ostinato_engines.weight_routes import host_name
+from ostinato_engines.weight_transfer import BroadcastSender, KeptGroup, WeightListener, WeightSender
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="module")]
 
@@ -334,6 +340,49 @@ async def test_an_update_that_breaks_off_within_a_layer_leaves_nothing(server):
         await server.generate([1, 2], {"max_tokens": 2}, "between")
     await server.update_weights(whole.manifest, whole.make_weights())
     await check_server(server, vocab_size=VOCAB, forward=whole.forward, checks=("logprobs",), end_with_shutdown=False)
+
+
+async def test_the_worker_fetches_weights_along_a_route(server):
+    """From a socket, and from two broadcasts of one group, whose sender fails in a third: what is sampled comes from the weights that were sent
+    last, and an update that breaks off is told at both ends."""
+    assert [place.host for place in server.capabilities().weight_workers] == [host_name()]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    route = CollectiveRoute(
+        host="127.0.0.1", port=store.port, name="g", world_size=2, first_rank=1, bucket_bytes=8192, interface="lo"
+    )
+    kept = KeptGroup("cpu")
+    with WeightListener() as listener:
+
+        def over_socket(update):
+            sender = WeightSender(listener.accept())
+            try:
+                sender.send(update.manifest, update.make_weights())
+            finally:
+                sender.close()
+
+        def broadcast(update):
+            BroadcastSender(route, kept).send(update.manifest, update.make_weights())
+
+        ways = ((SocketRoute((str(listener.path),)), over_socket), (route, broadcast), (route, broadcast))
+        for seed, (way, send) in enumerate(ways, 20):
+            update = update_to(seed, server.policy_version + 1)
+            sending = asyncio.ensure_future(asyncio.to_thread(send, update))
+            await server.receive_weights(update.manifest, way)
+            await sending
+            assert server.policy_version == update.manifest.version
+            await check_server(
+                server, vocab_size=VOCAB, forward=update.forward, checks=("logprobs",), end_with_shutdown=False
+            )
+    other = update_to(30, server.policy_version + 1)
+    broken = WeightUpdate(other.manifest, lambda: itertools.islice(other.make_weights(), 5), other.forward)
+    sending = asyncio.ensure_future(asyncio.to_thread(broadcast, broken))
+    with pytest.raises(WeightUpdateError, match="rank 0: weights must hold every tensor"):
+        await server.receive_weights(other.manifest, route)
+    with pytest.raises(WeightUpdateError, match="weights must hold every tensor"):
+        await sending
+    await server.update_weights(other.manifest, other.make_weights())
+    await check_server(server, vocab_size=VOCAB, forward=other.forward, checks=("logprobs",), end_with_shutdown=False)
+    kept.close()
 
 
 async def test_the_last_check(server):

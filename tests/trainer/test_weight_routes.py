@@ -163,10 +163,12 @@ async def test_a_rank_that_dies_ends_the_update_with_its_name(quickstart_home, w
             await check_sync(group, pool, 1)
             manifest, source = group.weights(version=2)
             workers: Any = group._workers
-            pool.servers[0].kills_at = 2, workers.process_ids[1]
+            servers = pool.servers
+            servers[0].kills_at = 2, workers.process_ids[1]
             with pytest.raises(RankDiedError, match="rank 1 of 2 must live"):
                 await pool.update_weights(manifest, source)
-            assert {server.policy_version for server in pool.servers} == {1}
+            assert {server.policy_version for server in servers} == {1}
+            assert set(pool.states.values()) == {ReplicaState.WAITING_FOR_WEIGHTS}
         finally:
             await asyncio.to_thread(group.close)
 

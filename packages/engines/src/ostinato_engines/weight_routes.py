@@ -42,9 +42,9 @@ class CollectiveRoute(msgspec.Struct, frozen=True, tag="collective", kw_only=Tru
     """Of this engine's first worker in the group; the others follow."""
     bucket_bytes: int = 64 << 20
     """Of one broadcast; a larger tensor is broadcast alone."""
-    join_timeout_s: float = 60.0
+    join_timeout_s: float = 120.0
     """Longest wait for all to be there."""
-    timeout_s: float = 120.0
+    timeout_s: float = 300.0
     """Longest wait for one broadcast: the slowest worker loads the bucket before it meanwhile."""
     interface: str | None = None
     """Network interface for traffic on the CPU; chosen by the system where None."""

@@ -16,8 +16,8 @@ from ostinato_engines.weight_transfer.receiver import IncomingUpdate, WeightRece
 from ostinato_engines.weight_transfer.rendezvous import connect
 from ostinato_engines.weight_transfer.serving import or_abort
 
-_SENDER_S = 120.0
-"""Longest wait for the sender, which may have to gather a layer, or to hear from other workers."""
+_SENDER_S = 400.0
+"""Longest wait for the sender, which may have to gather a layer, or to wait itself for another worker."""
 _DECLINE_S = 1.0
 
 

@@ -28,7 +28,7 @@ COLLECTIVE: Final = "broadcast"
 """The outlet to all that take part in a broadcast."""
 _CONNECT_S: Final = 60.0
 """Longest wait for a worker to come."""
-_ANSWER_S: Final = 120.0
+_ANSWER_S: Final = 300.0
 """Longest wait for one that has come: it loads a layer meanwhile, or makes a whole model ready."""
 _SOURCE_S: Final = 1200.0
 """Longest wait of an outlet for the next tensors: a bound for what cannot be, since a gathering has a deadline of its own."""
