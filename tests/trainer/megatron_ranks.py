@@ -176,6 +176,12 @@ def weights_of(rank: MegatronRank) -> dict[str, torch.Tensor]:
     return dict(found[0])
 
 
+def everywhere(rank: MegatronRank, whole: Mapping[str, torch.Tensor]) -> bool:
+    """Whether this rank is given every whole tensor in order, bit for bit, where all ranks ask for them."""
+    found = {name: tensor.clone() for tensors in rank.weights(everywhere=True) for name, tensor in tensors}
+    return list(found) == list(whole) and all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+
+
 def apart(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
     """The largest difference of two models; infinite where their names differ."""
     if set(one) != set(other):
@@ -261,6 +267,7 @@ def training(runs: Runs, model: str, tensor: int, pipeline: int, **options: Any)
         "moved": apart(weights, before),
         "in_order": order == list(weights)
         and [spec.shape for spec in rank.manifest(5).tensors] == [tuple(each.shape) for each in weights.values()],
+        "everywhere": everywhere(rank, weights),
         "version": rank.policy_version,
         "place": msgspec.structs.asdict(rank.place),
     }

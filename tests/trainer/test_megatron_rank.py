@@ -148,6 +148,7 @@ def test_any_layout_trains_like_one_device(run_ranks: RunRanks, world_size: int,
         assert [step["stats"] for step in answer["steps"]] == [step["stats"] for step in answers[0]["steps"]]
         assert answer["weights"] < WEIGHTS < 1e-3 < answer["moved"]
         assert answer["in_order"]
+        assert answer["everywhere"]
         assert answer["version"] == 5
     places = [answer["place"] for answer in answers]
     assert [place["rank"] for place in places] == list(range(world_size))
