@@ -23,6 +23,7 @@ from ostinato_trainer.backends.ranks.processes import RankProcesses, RankProcess
 from ostinato_trainer.backends.ranks.weights import Meeting
 from ostinato_trainer.backends.ranks.workers import RankDiedError
 
+pytestmark = pytest.mark.timeout(900)
 SETTINGS = {"dtype": "float32", "lr": 1e-3, "total_steps": 4, "device": "cpu"}
 ENGINES = Path(__file__).with_name("route_engines.py")
 HERE, ELSEWHERE = WeightPlace(host_name()), WeightPlace("elsewhere")

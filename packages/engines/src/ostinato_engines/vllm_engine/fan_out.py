@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ostinato_engines import device as devices
 from ostinato_engines.types import WeightManifest
+from ostinato_engines.weight_routes import WeightPlace
 from ostinato_engines.weight_transfer import MemoryKind, WeightListener, WeightSender
 from ostinato_engines.weight_transfer.memory import memory_on
 
@@ -75,8 +76,15 @@ async def send_to_all(
     listeners: Sequence[WeightListener],
     manifest: WeightManifest,
     weights: Iterable[tuple[str, Tensor]],
+    workers: Sequence[WeightPlace] = (),
 ) -> None:
     """Streams to the workers that connect to these listeners; returns once the new weights serve in all.
+
+    Args:
+        listeners: One a worker.
+        manifest: What is sent.
+        weights: The tensors.
+        workers: Where the workers have theirs; not known where empty.
 
     Raises:
         WeightUpdateError: A worker did not come, or failed, or the source did.
@@ -88,7 +96,7 @@ async def send_to_all(
     senders: list[WeightSender] = []
     try:
         accepted = [loop.run_in_executor(pool, partial(one.accept, timeout_s=CONNECT_S)) for one in listeners]
-        kind, device = await loop.run_in_executor(pool, lambda: memory_for(shared.peek()))
+        kind, device = await loop.run_in_executor(pool, lambda: memory_for(shared.peek(), workers))
         logger.info(
             "Weights of version %d go to %d vLLM worker(s) through %s memory",
             manifest.version,
@@ -115,9 +123,12 @@ async def send_to_all(
         pool.shutdown(wait=False)
 
 
-def memory_for(tensor: Tensor | None) -> tuple[MemoryKind, str]:
-    """Where buckets go, and the device: a device's memory for weights that lie there, if processes can share it."""
-    return memory_on(devices.HOST if tensor is None else str(tensor.device))
+def memory_for(tensor: Tensor | None, workers: Sequence[WeightPlace] = ()) -> tuple[MemoryKind, str]:
+    """Where buckets go, and the device: a device's memory for weights that lie there, if processes can share it and no worker has another."""
+    device = devices.HOST if tensor is None else str(tensor.device)
+    if any(worker != devices.place_of(device) for worker in workers):
+        device = devices.HOST
+    return memory_on(device)
 
 
 def _raising(error: Exception) -> Iterator[tuple[str, Tensor]]:

@@ -299,7 +299,7 @@ class RunningEngine:
             listeners = [stack.enter_context(WeightListener()) for _ in range(self.num_workers)]
             paths = [str(listener.path) for listener in listeners]
             receiving = asyncio.ensure_future(self.llm.collective_rpc("ostinato_receive_weights", args=(paths,)))
-            sending = asyncio.ensure_future(send_to_all(listeners, manifest, weights))
+            sending = asyncio.ensure_future(send_to_all(listeners, manifest, weights, self.workers))
             try:
                 await asyncio.wait([receiving, sending], return_when=asyncio.FIRST_COMPLETED)
                 if not sending.done():
