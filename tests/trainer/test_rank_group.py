@@ -1,6 +1,7 @@
 """How a batch is dealt out to ranks, and a group of sharded ranks beside one device."""
 
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -241,12 +242,14 @@ def test_what_cannot_travel_is_refused(group: RankGroup) -> None:
 
 
 @contextmanager
-def ranks(folder: Path, num_ranks: int, *, critic: bool = False, **options: object) -> Iterator[RankGroup]:
+def ranks(
+    folder: Path, num_ranks: int, *, critic: bool = False, factory: type[Fsdp2Factory] = Fsdp2Factory, **options: object
+) -> Iterator[RankGroup]:
     """A group that trains what `OPTIONS` say, changed by `options`."""
     of_ranks = Fsdp2Options(**{**OPTIONS, **options})  # pyright: ignore[reportArgumentType]
     of_critic = Fsdp2Options(**{**OPTIONS, "keep_reference": False, **options})  # pyright: ignore[reportArgumentType]
-    factory = Fsdp2Factory(str(folder), of_ranks, critic=(str(folder), of_critic) if critic else None)
-    group = RankGroup(RankProcesses(RankProcessOptions(num_ranks=num_ranks)), factory, max_tokens_per_forward=20)
+    made = factory(str(folder), of_ranks, critic=(str(folder), of_critic) if critic else None)
+    group = RankGroup(RankProcesses(RankProcessOptions(num_ranks=num_ranks)), made, max_tokens_per_forward=20)
     try:
         yield group
     finally:
@@ -336,3 +339,57 @@ def test_adapters_on_ranks_are_those_of_one_device(model_folder: Path, tmp_path:
         assert_same_weights(group, merged)
         group.load(tmp_path / "state")
         take_steps(group, local, range(5, 6))
+
+
+TRACING = '''
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ostinato_trainer.backends.fsdp2 import Fsdp2Factory
+
+
+@dataclass(frozen=True)
+class Traced(Fsdp2Factory):
+    """Ranks whose layers are traced and differentiated as for any compiler, but run by torch's own operators."""
+
+    def __call__(self, address, device):
+        torch.compile = partial(torch.compile, backend="aot_eager")
+        return super().__call__(address, device)
+'''
+
+
+@pytest.fixture
+def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Fsdp2Factory]]:
+    """A factory of ranks that compile without a compiler, importable here and in processes started from here."""
+    (tmp_path / "traced_ranks.py").write_text(TRACING)
+    monkeypatch.syspath_prepend(tmp_path)
+    from traced_ranks import Traced  # pyright: ignore[reportMissingImports]  written above
+
+    yield Traced
+    del sys.modules["traced_ranks"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_checkpointing": True, "reshard_after_forward": False},
+        {"param_offload": True, "use_remove_padding": False},
+        {"ulysses_sequence_parallel_size": 2, "gradient_checkpointing": True},
+    ],
+    ids=["recomputed", "offloaded", "shared"],
+)
+def test_compiled_layers_of_ranks_change_no_number(
+    model_folder: Path, traced: type[Fsdp2Factory], options: dict[str, object]
+) -> None:
+    """Two ranks whose layers are compiled do what one device does without, and so does their critic: recomputed, offloaded, padded, and with
+    halves of each micro-batch's tokens."""
+    local = LocalBackend.from_pretrained(model_folder, LocalBackendOptions(device="cpu", **OPTIONS))
+    local_critic = LocalCritic.from_pretrained(model_folder, LocalBackendOptions(device="cpu", **OPTIONS))
+    options = {**options, "use_torch_compile": True}
+    with ranks(model_folder, 2, critic=True, factory=traced, **options) as group:
+        take_steps(group, local, range(3))
+        take_steps_of_values(group.critic(max_tokens_per_forward=20), local_critic, range(2))

@@ -262,5 +262,6 @@ def critic_options(config: Config, total_steps: int) -> LocalBackendOptions | No
         grad_clip=critic.grad_clip,
         max_tokens_per_forward=settings.max_tokens,
         use_remove_padding=config.actor_rollout_ref.model.use_remove_padding,
+        use_torch_compile=config.actor_rollout_ref.actor.use_torch_compile,
         engine=engine_share(config),
     )

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ostinato_engines.device import CUDA, HOST
 from ostinato_trainer.errors import BatchError
 from ostinato_trainer.partitions import (
     check_longest,
@@ -156,6 +157,11 @@ class Batch:
     def sequence_lengths(self) -> Tensor:
         """int64 [N]: tokens of each sequence, prompt included."""
         return self.cu_seqlens.diff()
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """`sequence_lengths`, known to the host wherever the batch lies."""
+        return tuple(self.sequence_lengths.tolist())
 
     @property
     def response_lengths(self) -> Tensor:
@@ -305,14 +311,15 @@ class Batch:
         return self._parts(chunks(self.sequence_lengths.tolist(), max_tokens, allow_longer=allow_longer))
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
-        """The batch on a device, its floating columns in `dtype` where one is given."""
-        moved = {}
+        """The batch on a device, its floating columns in `dtype` where one is given. What the host knows of it by then need not be asked again."""
+        columns = {}
         for field in dataclasses.fields(self):
             column = getattr(self, field.name)
             if isinstance(column, Tensor):
-                floating = dtype is not None and column.is_floating_point()
-                moved[field.name] = column.to(device, dtype) if floating else column.to(device)
-        return dataclasses.replace(self, **moved)
+                columns[field.name] = moved(column, device, dtype if column.is_floating_point() else None)
+        batch = dataclasses.replace(self, **columns)
+        vars(batch).update({name: getattr(self, name) for name in ("lengths", "num_loss_tokens")})
+        return batch
 
     def token_chunks(self, max_tokens: int, *, padded: bool = True) -> list[Tensor]:
         """Which sequences go together where a forward pass has a token budget; a longer sequence goes alone.
@@ -342,3 +349,9 @@ class Batch:
             )
         if len(torch.unique(chosen)) != len(chosen):
             raise BatchError(f"sequences must be distinct, got {chosen.tolist()}; a sequence is trained on once")
+
+
+def moved(column: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor on a device, in `dtype` where one is given; the host does not wait for what CUDA still has to do."""
+    queued = column.device.type == HOST and device.type == CUDA  # the host's memory has been read by then
+    return column.to(device, dtype or column.dtype, non_blocking=queued)

@@ -20,7 +20,7 @@ from ostinato_trainer.backends.base import EntropyMode
 from ostinato_trainer.backends.packing import FlatModel, Layout
 from ostinato_trainer.backends.sequence_ranks import SequenceRanks
 from ostinato_trainer.backends.token_log_probs import chosen_log_probs
-from ostinato_trainer.batch import Batch
+from ostinato_trainer.batch import Batch, moved
 from ostinato_trainer.errors import BackendError
 from ostinato_trainer.heartbeat import beat
 from ostinato_trainer.home_paths import home_path
@@ -51,6 +51,7 @@ class CausalLM:
         autocast: torch.dtype | None = None,
         remove_padding: bool = True,
         compiled: bool = False,
+        recomputed: bool = False,
         sequence_ranks: SequenceRanks | None = None,
     ) -> None:
         """
@@ -59,6 +60,7 @@ class CausalLM:
             autocast: Type to compute in where it is not the parameters' own.
             remove_padding: Pack sequences where the model can; see `FlatModel`.
             compiled: Let torch.compile fuse the layers, and what happens to logits.
+            recomputed: Keep only each layer's inputs for the backward pass; such a model cannot be copied.
             sequence_ranks: With whom packed rows are shared; all are asked the same.
 
         Raises:
@@ -78,6 +80,7 @@ class CausalLM:
             remove_padding=remove_padding,
             compute_dtype=autocast,
             compiled=compiled,
+            recomputed=recomputed,
             sequence_ranks=sequence_ranks,
         )
 
@@ -102,7 +105,7 @@ class CausalLM:
 
         Args:
             batch: The sequences.
-            wanted: bool [T]; never True at the start of a sequence.
+            wanted: bool [T]; never True at the start of a sequence. On the host, so that nobody waits for the device.
             temperature: Above 0.
             entropy: See `EntropyMode`.
 
@@ -170,9 +173,9 @@ class CausalLM:
         places = tokens - 1
         if self._ranks is not None:
             tokens, places = self._ranks.predicted_here(tokens, batch.num_tokens)
-        states = self._flat(batch).index_select(0, places)
+        states = self._flat(batch).index_select(0, moved(places, batch.token_ids.device))
         beat()
-        return tokens, states
+        return moved(tokens, batch.token_ids.device), states
 
     def _at(self, tokens: Tensor, values: Tensor, batch: Batch) -> Tensor:
         """[T]: `values` at `tokens`, with those of the other ranks where rows are shared; 0 elsewhere."""

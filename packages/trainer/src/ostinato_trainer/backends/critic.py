@@ -18,6 +18,7 @@ from ostinato_engines.device import HOST, pick_device
 from ostinato_trainer.backends.adamw import AdamW
 from ostinato_trainer.backends.base import LossOutput, OptimizerStats
 from ostinato_trainer.backends.causal_lm import CausalLM
+from ostinato_trainer.backends.compiling import resolve_compile
 from ostinato_trainer.backends.local import LocalBackendOptions, state_size
 from ostinato_trainer.backends.memory import MemoryOwner, check_state_fits, held_memory, out_of_memory_named
 from ostinato_trainer.backends.model_passes import accumulate_gradients, check_ids
@@ -46,7 +47,7 @@ class LocalCritic:
         options: As a policy's; `keep_reference` is not read.
 
     Raises:
-        BackendError: an option is out of range.
+        BackendError: an option is out of range, or layers are to be compiled where they cannot be.
         OutOfMemoryError: the device is too small for the model's state.
     """
 
@@ -58,7 +59,12 @@ class LocalCritic:
         check_state_fits(size, self._device, cures=_STATE_CURES, engine=options.engine)
         with out_of_memory_named("the critic's weights", _STATE_CURES):
             self._model = model.to(self._device, options.parameter_dtype)
-        self._lm = CausalLM(self._model, autocast=options.autocast, remove_padding=options.use_remove_padding)
+        self._lm = CausalLM(
+            self._model,
+            autocast=options.autocast,
+            remove_padding=options.use_remove_padding,
+            compiled=resolve_compile(options.use_torch_compile, self._device),
+        )
         self.optimizer = AdamW(dict(self._model.named_parameters()), options)
         self.memory = MemoryOwner(
             self._device,
@@ -97,7 +103,7 @@ class LocalCritic:
         for chosen in batch.token_chunks(self.options.max_tokens_per_forward, padded=self.pads_sequences):
             part = batch.select(chosen)
             with out_of_memory_named("values", _PASS_CURES, owner=self.memory, batches=[part]):
-                result[batch.token_positions(chosen)] = self._values(part.to(self._device)).to(result)
+                result[batch.token_positions(chosen)] = self._values(part.to(self._device), part.loss_mask).to(result)
         return result
 
     def forward_backward(self, micro_batches: Sequence[Batch], loss_fn: ValueLossFn) -> dict[str, float]:
@@ -112,7 +118,7 @@ class LocalCritic:
         def loss_of(micro_batch: Batch) -> LossOutput:
             check_ids(micro_batch, self._lm.vocab_size)
             on_device = micro_batch.to(self._device, self._dtype)
-            return loss_fn(self._values(on_device), on_device)
+            return loss_fn(self._values(on_device, micro_batch.loss_mask), on_device)
 
         return accumulate_gradients(micro_batches, loss_of, self.optimizer, cures=_BATCH_CURES, owner=self.memory)
 
@@ -163,9 +169,9 @@ class LocalCritic:
         """What values are computed in."""
         return torch.promote_types(self._lm.dtype, torch.float32)
 
-    def _values(self, batch: Batch) -> Tensor:
-        """float [T], of a batch on the device; 0 outside the loss mask."""
-        return self._lm.values(batch, batch.loss_mask, self._of_states)
+    def _values(self, batch: Batch, loss_mask: Tensor) -> Tensor:
+        """float [T], of a batch on the device; 0 outside the loss mask, which the host has."""
+        return self._lm.values(batch, loss_mask, self._of_states)
 
     def _of_states(self, states: Tensor) -> Tensor:
         head = self._model.score

@@ -112,7 +112,7 @@ class Fsdp2Rank:
 
         def loss_of(micro_batch: Batch) -> LossOutput:
             on_device = micro_batch.to(self._device, self.options.parameter_dtype)
-            wanted = on_device.loss_mask
+            wanted = micro_batch.loss_mask
             log_probs, spread = self._model.run(
                 lambda: self._model.lm.log_probs(on_device, wanted, temperature=temperature, entropy=entropy)
             )
@@ -150,8 +150,8 @@ class Fsdp2Rank:
             for micro_batch in micro_batches:
                 check_ids(micro_batch, model.lm.vocab_size)
                 wanted = tokens_to_score(micro_batch, loss_tokens_only=loss_tokens_only)
-                on_device, chosen = micro_batch.to(self._device), wanted.to(self._device)
-                found, _ = model.run(lambda: model.lm.log_probs(on_device, chosen, temperature=temperature))  # noqa: B023  called at once
+                on_device = micro_batch.to(self._device)
+                found, _ = model.run(lambda: model.lm.log_probs(on_device, wanted, temperature=temperature))  # noqa: B023  called at once
                 results.append(found.to(HOST, torch.promote_types(self.options.parameter_dtype, torch.float32)))
         return results
 

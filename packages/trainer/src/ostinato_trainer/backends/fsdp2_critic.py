@@ -67,7 +67,7 @@ class Fsdp2Critic:
         with out_of_memory_named("values", _CURES.passes, owner=self._training.memory, batches=micro_batches):
             for micro_batch in micro_batches:
                 check_ids(micro_batch, self._training.model.lm.vocab_size)
-                results.append(self._values(micro_batch.to(self._device)).to(HOST))
+                results.append(self._values(micro_batch.to(self._device), micro_batch.loss_mask).to(HOST))
         return results
 
     def forward_backward(self, micro_batches: Sequence[Batch], loss_fn: ValueLossFn) -> dict[str, float]:
@@ -75,7 +75,7 @@ class Fsdp2Critic:
 
         def loss_of(micro_batch: Batch) -> LossOutput:
             on_device = micro_batch.to(self._device, self._dtype)
-            values = self._values(on_device)
+            values = self._values(on_device, micro_batch.loss_mask)
             return loss_fn(values, on_device) if micro_batch.num_loss_tokens else (values.sum() * 0, {})
 
         return self._training.accumulate(micro_batches, loss_of)
@@ -92,10 +92,10 @@ class Fsdp2Critic:
         """See `RankCritic.load`. Errors as `ShardedTraining.load`."""
         self._training.load(directory)
 
-    def _values(self, batch: Batch) -> Tensor:
-        """float [T], of a batch on the device; 0 outside the loss mask."""
+    def _values(self, batch: Batch, loss_mask: Tensor) -> Tensor:
+        """float [T], of a batch on the device; 0 outside the loss mask, which the host has."""
         model = self._training.model
-        return model.run(lambda: model.lm.values(batch, batch.loss_mask, self._of_states))
+        return model.run(lambda: model.lm.values(batch, loss_mask, self._of_states))
 
     def _of_states(self, states: Tensor) -> Tensor:
         return self._training.model.model.score(states.to(self._dtype)).squeeze(-1)

@@ -23,7 +23,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 
 from ostinato_engines.device import HOST
 from ostinato_trainer.backends.causal_lm import CausalLM
@@ -49,6 +48,8 @@ class ShardOptions(msgspec.Struct, frozen=True, kw_only=True):
     gradient_checkpointing: bool = False
     """Keep only the input of each layer for the backward pass and compute the rest again."""
     use_remove_padding: bool = True
+    compiled: bool = False
+    """Let torch.compile fuse each layer, between the gathering of its parameters and their giving back."""
 
 
 class _Root(nn.Module):
@@ -94,16 +95,17 @@ class ShardedModel:
         if admit is not None:
             admit(self.model)
         layers = layers_of(self.model)
-        if options.gradient_checkpointing:
-            for layer in layers:
-                layer.forward = _recomputing(layer.forward)
         self._root = _sharded(self.model, layers, self.mesh, options)
         self._fill(whole)
         del whole
         with torch.no_grad():
             self.lm: CausalLM = self.run(
                 lambda: CausalLM(
-                    self.model, remove_padding=options.use_remove_padding, sequence_ranks=mesh.sequence_ranks
+                    self.model,
+                    remove_padding=options.use_remove_padding,
+                    compiled=options.compiled,
+                    recomputed=options.gradient_checkpointing,
+                    sequence_ranks=mesh.sequence_ranks,
                 )
             )
 
@@ -209,12 +211,3 @@ def _sharded(model: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, option
             module.set_gradient_divide_factor(1.0)  # losses are sums with their weights set, so gradients add up
             module.set_force_sum_reduction_for_comms(True)
     return root
-
-
-def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's forward pass that keeps its inputs only."""
-
-    def recomputed(*arguments: Any, **named: Any) -> Any:
-        return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False, **named)
-
-    return recomputed

@@ -32,8 +32,6 @@ class Fsdp2Options(LocalBackendOptions, frozen=True, forbid_unknown_fields=True,
 
     def check(self) -> None:
         """Raises BackendError where a value is out of range or not done by this backend."""
-        if self.use_torch_compile:
-            raise BackendError("use_torch_compile must be false for sharded training, got true; use strategy=local")
         if self.ulysses_sequence_parallel_size < 1:
             raise BackendError(
                 f"{SEQUENCE_KEY} must be at least 1, got {self.ulysses_sequence_parallel_size}; 1 shares no tokens"

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ostinato_engines.device import HOST
 from ostinato_trainer.backends.adamw import AdamW
 from ostinato_trainer.backends.base import LossOutput, OptimizerStats
+from ostinato_trainer.backends.compiling import resolve_compile
 from ostinato_trainer.backends.fsdp2_mesh import ShardMesh
 from ostinato_trainer.backends.fsdp2_model import ShardedModel, ShardOptions
 from ostinato_trainer.backends.fsdp2_options import Fsdp2Options
@@ -27,7 +28,7 @@ from ostinato_trainer.backends.ranks.agreement import raise_alike
 from ostinato_trainer.backends.ranks.state import RankedState, SlicedState, write_counters, write_slices
 from ostinato_trainer.backends.state import check_frozen, check_shapes
 from ostinato_trainer.batch import Batch
-from ostinato_trainer.errors import CheckpointError, OutOfMemoryError
+from ostinato_trainer.errors import BackendError, CheckpointError, OutOfMemoryError
 
 
 class ShardedTraining:
@@ -46,6 +47,7 @@ class ShardedTraining:
     def __init__(self, source: ModelSource, mesh: ShardMesh, options: Fsdp2Options, *, cures: MemoryCures) -> None:
         options.check()
         self.options, self.mesh, self._cures = options, mesh, cures
+        self._compiled = self._resolve_compile()
         with out_of_memory_named("the model's weights", cures.state):
             self.model = self._sharded(source, admit=self._admit)
             self.reference = None
@@ -164,8 +166,19 @@ class ShardedTraining:
             reshard_after_forward=options.reshard_after_forward,
             gradient_checkpointing=options.gradient_checkpointing,
             use_remove_padding=options.use_remove_padding,
+            compiled=self._compiled,
         )
         return ShardedModel(source, self.mesh, shard_options, admit=admit)
+
+    def _resolve_compile(self) -> bool:
+        """Whether layers are compiled; what is wrong with that on one rank is wrong on all."""
+        compiled, error = False, None
+        try:
+            compiled = resolve_compile(self.options.use_torch_compile, self.mesh.device)
+        except BackendError as failure:
+            error = failure
+        raise_alike(error)
+        return compiled
 
     def _admit(self, model: nn.Module) -> None:
         """Refuses, on all ranks alike, a model whose slices no device of this size holds."""

@@ -22,6 +22,7 @@ from ostinato_engines.device import HOST, pick_device
 from ostinato_trainer.backends.adamw import AdamW, AdamWOptions
 from ostinato_trainer.backends.base import EntropyMode, LossFn, LossOutput, MicroBatchOutput, OptimizerStats
 from ostinato_trainer.backends.causal_lm import CausalLM, load_causal_lm
+from ostinato_trainer.backends.compiling import resolve_compile
 from ostinato_trainer.backends.lora import LORA_FOLDER, LoraAdapters, LoraOptions
 from ostinato_trainer.backends.memory import (
     EngineShare,
@@ -80,8 +81,8 @@ class LocalBackendOptions(AdamWOptions, frozen=True, forbid_unknown_fields=True,
     """Tokens of one forward pass in `log_probs`, which needs no gradient; a longer sequence goes alone."""
     use_remove_padding: bool = True
     """Pack sequences into one row where the model's attention can; false pads them."""
-    use_torch_compile: bool = False
-    """Let torch.compile fuse the model's layers and what happens to logits."""
+    use_torch_compile: bool | None = False
+    """Let torch.compile fuse the model's layers and what happens to logits; see `resolve_compile`."""
     engine: EngineShare = EngineShare()
     """What an engine takes of the same device."""
     cures: MemoryCures = MemoryCures()
@@ -119,12 +120,13 @@ class LocalBackend:
             tokenizer_source: Folder or hub id whose tokenizer files `save_hf` copies.
 
         Raises:
-            BackendError: an option is out of range.
+            BackendError: an option is out of range, or layers are to be compiled where they cannot be.
             OutOfMemoryError: the device is too small for the model's state.
         """
         self.options = options or LocalBackendOptions()
         self.options.check()
         self._device = torch.device(pick_device(self.options.device))
+        self._compiled = resolve_compile(self.options.use_torch_compile, self._device)
         cures = self.options.cures
         check_state_fits(state_size(model, self.options), self._device, cures=cures.state, engine=self.options.engine)
         with out_of_memory_named("the model's weights", cures.state):
@@ -164,7 +166,7 @@ class LocalBackend:
             model,
             autocast=self.options.autocast,
             remove_padding=self.options.use_remove_padding,
-            compiled=self.options.use_torch_compile,
+            compiled=self._compiled,
         )
 
     @property
@@ -198,7 +200,7 @@ class LocalBackend:
             check_ids(micro_batch, self._lm.vocab_size)
             on_device = micro_batch.to(self._device, self._lm.dtype)
             log_probs, spread = self._lm.log_probs(
-                on_device, on_device.loss_mask, temperature=temperature, entropy=entropy
+                on_device, micro_batch.loss_mask, temperature=temperature, entropy=entropy
             )
             return loss_fn(MicroBatchOutput(log_probs, spread), on_device)
 
@@ -237,9 +239,7 @@ class LocalBackend:
             for chosen in batch.token_chunks(self.options.max_tokens_per_forward, padded=self.pads_sequences):
                 part, tokens = batch.select(chosen), batch.token_positions(chosen)
                 with out_of_memory_named("log-probabilities", cures, owner=self.memory, batches=[part]):
-                    log_probs, _ = model.log_probs(
-                        part.to(self._device), wanted[tokens].to(self._device), temperature=temperature
-                    )
+                    log_probs, _ = model.log_probs(part.to(self._device), wanted[tokens], temperature=temperature)
                     result[tokens] = log_probs.to(result)
         return result
 

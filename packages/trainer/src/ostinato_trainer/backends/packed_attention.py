@@ -6,7 +6,7 @@ Invariant: a token sees the tokens before it in its own sequence and nothing els
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
@@ -36,7 +36,8 @@ _HARMLESS: Final = frozenset(
 )
 """What models pass to an attention function beside what `packed_attention` reads and that changes nothing here."""
 
-_packing: ContextVar[bool] = ContextVar("packing", default=False)
+_packing: ContextVar[Sequence[int] | None] = ContextVar("packing", default=None)
+"""Lengths of the sequences in the row that is being computed."""
 
 
 def register_packed_attention() -> None:
@@ -48,9 +49,9 @@ def register_packed_attention() -> None:
 
 
 @contextmanager
-def as_packed() -> Iterator[None]:
-    """Inside the block, rows are packed: models get no mask."""
-    token = _packing.set(True)
+def as_packed(lengths: Sequence[int]) -> Iterator[None]:
+    """Inside the block, rows are packed: models get no mask. `lengths` of the sequences are what no layer has to ask the device for."""
+    token = _packing.set(lengths)
     try:
         yield
     finally:
@@ -105,10 +106,25 @@ def packed_attention(
     _check_kind(module, dropout, is_causal, others)
     if sequence_ranks is None:
         return _attended(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window).transpose(1, 2), None
-    sequence_ranks.check_heads(query.shape[1])
-    query, key, value = (sequence_ranks.heads(states) for states in (query, key, value))
-    attended = _attended(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
-    return sequence_ranks.tokens(attended).transpose(1, 2), None
+    shared = _shared(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window, sequence_ranks)  # pyright: ignore[reportCallIssue]  the decorator's stub knows no arguments
+    return shared.transpose(1, 2), None
+
+
+@torch.compiler.disable  # ranks exchange what no graph may reorder
+def _shared(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+    ranks: SequenceRanks,
+) -> Tensor:
+    """[1, heads, own tokens, width], of queries, keys and values of the own tokens."""
+    ranks.check_heads(query.shape[1])
+    query, key, value = (ranks.heads(states) for states in (query, key, value))
+    return ranks.tokens(_attended(query, key, value, starts, longest, scaling, window))
 
 
 def _attended(
@@ -135,7 +151,7 @@ def _by_sequence(
     shares = query.device.type != CUDA
     if not shares:
         key, value = (_for_every_head(states, query.shape[1]) for states in (key, value))
-    lengths = starts.diff().tolist()
+    lengths = list(_packing.get() or starts.diff().tolist())  # a layer that is computed again asks the device
     parts = []
     for one_query, one_key, one_value in zip(
         *(states.split(lengths, dim=2) for states in (query, key, value)), strict=True
@@ -206,4 +222,4 @@ def _packed_mask(*arguments: Any, attention_mask: Tensor | None = None, **option
     """No mask for packed rows; what `sdpa` would take for any other caller."""
     from transformers.masking_utils import sdpa_mask
 
-    return None if _packing.get() else sdpa_mask(*arguments, attention_mask=attention_mask, **options)
+    return None if _packing.get() is not None else sdpa_mask(*arguments, attention_mask=attention_mask, **options)

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from enum import StrEnum
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from ostinato_trainer.backends.compiling import prepare_layers
 from ostinato_trainer.backends.packed_attention import PACKED_ATTENTION, as_packed, register_packed_attention
+from ostinato_trainer.backends.parameter_copies import ParameterCopies
 from ostinato_trainer.backends.sequence_ranks import SEQUENCE_KEY, SequenceRanks
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError
@@ -46,6 +48,7 @@ class FlatModel:
         remove_padding: bool = True,
         compute_dtype: torch.dtype | None = None,
         compiled: bool = False,
+        recomputed: bool = False,
         sequence_ranks: SequenceRanks | None = None,
     ) -> None:
         """
@@ -57,13 +60,15 @@ class FlatModel:
             compute_dtype: What to compute in, where it is not the parameters' own type: their copies in it are made for each pass, and
                 gradients come back, and add up, in the parameters' type.
             compiled: Let torch.compile fuse each of the model's layers.
+            recomputed: Keep only each layer's inputs for the backward pass; such a model cannot be copied.
             sequence_ranks: With whom rows are shared; the model must be one that can be packed then.
 
         Raises:
             BackendError: rows cannot be shared, as the model cannot be packed.
         """
         self._ranks = sequence_ranks
-        self._model, self._output, self._compute_dtype = model, output, compute_dtype
+        self._model, self._output = model, output
+        self._copies = None if compute_dtype is None else ParameterCopies(model, compute_dtype)
         self.layout = Layout.PADDED
         self.reason = "use_remove_padding is false"
         """Why the layout is what it is."""
@@ -72,8 +77,7 @@ class FlatModel:
         kinds = sorted(_moving_rotations(model))
         if sequence_ranks is not None:
             self._check_shared(kinds)
-        if compiled:
-            _compile_layers(model)
+        prepare_layers(layers_of(model), compiled=compiled, recomputed=recomputed)
         if kinds:
             _logger.warning(
                 "%s has rotary positions of kind %s, which depend on the longest sequence of a forward pass: where one is longer than the "
@@ -91,22 +95,22 @@ class FlatModel:
 
     def _packed(self, batch: Batch) -> Tensor:
         token_ids, positions, starts = batch.token_ids, _positions(batch), batch.cu_seqlens.to(torch.int32)
-        longest = int(batch.sequence_lengths.max())
+        lengths = batch.lengths
         shared: dict[str, SequenceRanks] = {}
         if self._ranks is not None:
             token_ids, positions = self._ranks.own(token_ids), self._ranks.own(positions)
             starts = self._ranks.sequences(starts, batch.num_tokens)
-            longest = max(longest, self._ranks.size - 1)  # what fills up is shorter than that
+            lengths = self._ranks.lengths(lengths)
             shared["sequence_ranks"] = self._ranks
-        with as_packed():
+        with as_packed(lengths):
             outputs = self._call(
                 input_ids=token_ids.unsqueeze(0),
                 position_ids=positions.unsqueeze(0),
                 use_cache=False,
                 cu_seq_lens_q=starts,
                 cu_seq_lens_k=starts,
-                max_length_q=longest,
-                max_length_k=longest,
+                max_length_q=max(lengths),
+                max_length_k=max(lengths),
                 **shared,
             )
         return getattr(outputs, self._output).squeeze(0)
@@ -114,7 +118,7 @@ class FlatModel:
     def _padded(self, batch: Batch) -> Tensor:
         rows = batch.token_sequence
         columns = _places(batch)
-        input_ids = batch.token_ids.new_zeros(batch.num_sequences, int(batch.sequence_lengths.max()))
+        input_ids = batch.token_ids.new_zeros(batch.num_sequences, max(batch.lengths))
         input_ids[rows, columns] = batch.token_ids
         attention_mask = torch.zeros_like(input_ids)
         attention_mask[rows, columns] = 1
@@ -128,10 +132,10 @@ class FlatModel:
 
     def _difference(self, batch: Batch) -> str | None:
         """Says how packed and padded answers differ, in the parameters' type and in that of the computation; leaves the model packed."""
-        compute, before = self._compute_dtype, self._model.config._attn_implementation
+        copies, before = self._copies, self._model.config._attn_implementation
         found = None
         try:
-            for self._compute_dtype in dict.fromkeys((None, compute)):
+            for self._copies in dict.fromkeys((None, copies)):
                 with torch.no_grad():
                     self._model.set_attn_implementation(before)
                     expected = self._padded(batch)
@@ -141,18 +145,12 @@ class FlatModel:
                         rows = self._ranks.gathered(rows, batch.num_tokens)
                     found = found or _difference(expected, rows)
         finally:
-            self._compute_dtype = compute
+            self._copies = copies
         return found
 
     def _call(self, **inputs: Any) -> Any:
-        if self._compute_dtype is None:
+        with nullcontext() if self._copies is None else self._copies.installed():
             return self._model(**inputs)
-        copies = {
-            name: parameter.to(self._compute_dtype)
-            for name, parameter in self._model.named_parameters()
-            if parameter.is_floating_point()
-        }
-        return functional_call(self._model, copies, kwargs=inputs)
 
     def _check_shared(self, moving_rotations: Sequence[str]) -> None:
         """Raises BackendError where ranks cannot share rows."""
@@ -189,12 +187,6 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
         if isinstance(stack, nn.ModuleList) and len({type(layer) for layer in stack}) == 1:
             return list(stack)
     return []
-
-
-def _compile_layers(model: nn.Module) -> None:
-    """Compiles each layer by itself: layers are alike, so one of them is compiled for all."""
-    for layer in layers_of(model):
-        layer.compile()
 
 
 def _places(batch: Batch) -> Tensor:

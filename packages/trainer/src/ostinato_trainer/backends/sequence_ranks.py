@@ -8,6 +8,7 @@ of its own tokens, and the sum over ranks is the whole; and no rank ever holds t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -45,7 +46,13 @@ class SequenceRanks:
     def sequences(self, starts: Tensor, num_tokens: int) -> Tensor:
         """`cu_seqlens` int [N+1] with what fills the row up as a sequence more, where there is any."""
         end = self.width(num_tokens) * self.size
-        return starts if end == num_tokens else torch.cat([starts, starts.new_tensor([end])])
+        return starts if end == num_tokens else torch.cat([starts, starts.new_full((1,), end)])
+
+    def lengths(self, lengths: Sequence[int]) -> list[int]:
+        """Lengths of `sequences`."""
+        num_tokens = sum(lengths)
+        filling = self.width(num_tokens) * self.size - num_tokens
+        return [*lengths, filling] if filling else list(lengths)
 
     def predicted_here(self, tokens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Of flat positions of tokens (int64 [S], above 0) those whose predecessors are this rank's, and where in its stretch these are."""

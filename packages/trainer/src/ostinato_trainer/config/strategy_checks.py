@@ -66,11 +66,6 @@ def _device_problems(config: Config) -> list[str]:
 def _fsdp2_problems(config: Config) -> list[str]:
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     problems = []
-    if actor.use_torch_compile:
-        problems.append(
-            f"{_ACTOR}.use_torch_compile must be false with {_ACTOR}.strategy=fsdp2, got true; "
-            f"write {_ACTOR}.use_torch_compile=false"
-        )
     size, num_ranks = actor.ranks_per_pass, config.trainer.nnodes * config.trainer.n_gpus_per_node
     if num_ranks % size:
         problems.append(
