@@ -83,7 +83,7 @@ def test_layers_are_compiled_where_it_pays_and_works(
     obstacle: str | None,
     expected: bool,
 ) -> None:
-    """Nothing said compiles on CUDA unless the compiler does not work, which is said in the log; so is that layers are compiled."""
+    """null compiles on CUDA unless the compiler does not work, which is said in the log; so is that layers are compiled."""
     monkeypatch.setattr(compiling, "_obstacle", lambda device: obstacle)
     with caplog.at_level(logging.INFO, logger=compiling.__name__):
         assert resolve_compile(choice, device) is expected

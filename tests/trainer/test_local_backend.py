@@ -448,12 +448,12 @@ def test_a_foreign_or_damaged_state_is_refused_and_changes_nothing(tmp_path):
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"whole weights\.safetensors"):
         backend.load(tmp_path / "cut")
-    with pytest.raises(CheckpointError, match=r"whole weights\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"backend\.json, got .*nowhere"):
         backend.load(tmp_path / "nowhere")
     backend.save(tmp_path / "format")
     state = tmp_path / "format" / "backend.json"
     state.write_text(json.dumps({**json.loads(state.read_text()), "format": "other-1"}))
-    with pytest.raises(CheckpointError, match="format ostinato-backend-1, got other-1"):
+    with pytest.raises(CheckpointError, match="format ostinato-backend.*, got other-1"):
         backend.load(tmp_path / "format")
     assert same(parameters(backend), before)
 
@@ -485,8 +485,8 @@ def test_the_exported_folder_is_an_ordinary_model(tmp_path):
 
 
 def test_the_configuration_decides_layout_and_compilation():
-    """`model.use_remove_padding` and `actor.use_torch_compile` reach the backend; by default it packs, and compiles where it pays."""
+    """`model.use_remove_padding` and `actor.use_torch_compile` reach the backend; by default it packs, and compiles nothing."""
     keys = ["actor_rollout_ref.model.use_remove_padding=false", "actor_rollout_ref.actor.use_torch_compile=true"]
     default, chosen = (backend_options(load_config([], overrides), 1) for overrides in ([], keys))
-    assert (default.use_remove_padding, default.use_torch_compile) == (True, None)
+    assert (default.use_remove_padding, default.use_torch_compile) == (True, False)
     assert (chosen.use_remove_padding, chosen.use_torch_compile) == (False, True)

@@ -174,10 +174,7 @@ class ShardedTraining:
         """Whether layers are compiled; what is wrong with that on one rank is wrong on all."""
         compiled, error = False, None
         try:
-            choice = self.options.use_torch_compile
-            if choice is None and self.options.lora is not None:
-                choice = False  # a first pass with gradients through adapters has not been seen to end
-            compiled = resolve_compile(choice, self.mesh.device)
+            compiled = resolve_compile(self.options.use_torch_compile, self.mesh.device)
         except BackendError as failure:
             error = failure
         raise_alike(error)

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from datetime import timedelta
 from multiprocessing import Pipe, current_process
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,6 +36,7 @@ from ostinato_trainer.backends.ranks.messages import (
     replay,
     request_of,
 )
+from ostinato_trainer.backends.ranks.store import listening_store
 from ostinato_trainer.backends.ranks.workers import RankDiedError, RankTimeoutError
 from ostinato_trainer.errors import BackendError
 from ostinato_trainer.heartbeat import beat
@@ -151,13 +151,7 @@ class RankProcesses:
             raise BackendError("ranks must be started once, got a second start; make new ones")
         options = self.options
         try:
-            self._store = TCPStore(
-                _HOST,
-                0,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=options.collective_timeout_s),
-            )
+            self._store = listening_store(_HOST, options.collective_timeout_s)
             folder = self._log_folder()
             self._threads = ThreadPoolExecutor(options.num_ranks, thread_name_prefix="rank")
             for rank in range(options.num_ranks):

@@ -13,7 +13,6 @@ import pickle
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 import torch
@@ -33,6 +32,7 @@ from ostinato_trainer.backends.ranks.base import RankAddress, RankFactory
 from ostinato_trainer.backends.ranks.host import RankHost
 from ostinato_trainer.backends.ranks.messages import Answer, Failure, error_of, failure_of, named_ranks, request_of
 from ostinato_trainer.backends.ranks.processes import loopback
+from ostinato_trainer.backends.ranks.store import listening_store
 from ostinato_trainer.backends.ranks.workers import RankDiedError, RankTimeoutError
 from ostinato_trainer.errors import BackendError
 from ostinato_trainer.heartbeat import beat, num_beats
@@ -189,9 +189,7 @@ class RankActors:
     def _addresses(self) -> list[RankAddress]:
         """Where the ranks meet: at a store of this process, on the loopback where all are on this host."""
         host, interface = self.address_for(False)
-        self._store = TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self._collective_timeout_s)
-        )
+        self._store = listening_store(host, self._collective_timeout_s)
         return [
             RankAddress(
                 rank=rank,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, Final
 
 import msgspec
@@ -20,6 +19,7 @@ from ostinato_engines.weight_transfer import decline
 from ostinato_rollout.route_choice import RoutePlan, SocketLane
 from ostinato_trainer.backends.ranks.calls import RankCalls
 from ostinato_trainer.backends.ranks.outlets import COLLECTIVE, SendOrder
+from ostinato_trainer.backends.ranks.store import listening_store
 
 _STORE_S: Final = 60.0
 
@@ -40,14 +40,12 @@ class Meeting:
 
     def route(self, plan: RoutePlan, processes: Sequence[int]) -> CollectiveRoute:
         """Where the members of a plan meet: where they met before, unless others did, or they were disturbed."""
-        if self._store is None:
-            host, _ = self.host_for(False)
-            timeout = timedelta(seconds=_STORE_S)
-            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        host, interface = self.host_for(plan.is_beyond_host)
+        if self._store is None or self._store.host != host:
+            self._store, self._members = listening_store(host, _STORE_S), None
         members = (plan.members, tuple(processes))
         if members != self._members:
             self._members, self._name = members, str(next(self._numbers))
-        host, interface = self.host_for(plan.is_beyond_host)
         return CollectiveRoute(
             host=host,
             port=self._store.port,
