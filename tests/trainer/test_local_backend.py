@@ -453,7 +453,7 @@ def test_a_foreign_or_damaged_state_is_refused_and_changes_nothing(tmp_path):
     backend.save(tmp_path / "format")
     state = tmp_path / "format" / "backend.json"
     state.write_text(json.dumps({**json.loads(state.read_text()), "format": "other-1"}))
-    with pytest.raises(CheckpointError, match="format ostinato-backend.*, got other-1"):
+    with pytest.raises(CheckpointError, match=r"format ostinato-backend.*, got other-1"):
         backend.load(tmp_path / "format")
     assert same(parameters(backend), before)
 
