@@ -93,6 +93,7 @@ def isolate(package: str, extra: str | None, home: Path, wheels: Path, tests: li
     run(*install, *TEST_REQUIREMENTS, cwd=home)
     # The tests find README and recipes where the workspace has them, but no sources.
     shutil.copytree(REPO / "tests" / package, home / "tests" / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPO / "tests" / "conftest.py", home / "tests")
     (home / "packages" / package).mkdir(parents=True)
     shutil.copy(REPO / "packages" / package / "README.md", home / "packages" / package)
     if package == "trainer":
