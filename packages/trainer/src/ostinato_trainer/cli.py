@@ -81,7 +81,9 @@ def train(
     run_training(config)
     from ostinato_trainer.checkpoints.manager import CheckpointManager
 
-    if (newest := CheckpointManager(config.trainer.local_dir).latest()) is not None:
+    with CheckpointManager(config.trainer.local_dir) as checkpoints:
+        newest = checkpoints.latest()
+    if newest is not None:
         console.print(f"the newest checkpoint is {newest}", markup=False, highlight=False, soft_wrap=True)
 
 
