@@ -270,10 +270,11 @@ async def test_a_full_queue_costs_no_trajectory(world, memory):
     """Where the queue has no room, trajectories run unrecorded, and are counted; those under way lose spans only."""
     sink = HangingSink()
     tracer = Tracer(sink, max_queued_spans=2)
-    world.build(["One.<|im_end|>"] * 30, tracer=tracer)
-    for step in range(3):
+    world.build(["One.<|im_end|>"] * 40, tracer=tracer)
+    for step in range(4):  # the first two fill the queue, before and after the tracer's thread has taken from it
         batch = await world.manager.generate_sequences([{"raw_prompt": PROMPT}] * 10, n=1, step=step)
         assert batch.metrics["agent_loop/failures"] == 0
+        assert await asyncio.to_thread(sink.is_hanging.wait, 60)
     assert batch.metrics["trace/skipped_trajectories"] >= 20
     assert batch.metrics["trace/dropped_spans"] > 0
     await tracer.aclose(0)
