@@ -6,14 +6,15 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ostinato_agent_loop import AgentConfig, AgentLoopManager, RolloutConfig
+from ostinato_agent_loop import AgentConfig, AgentLoopManager, AgentLoopOutput, RolloutConfig
 from ostinato_engines.testing import ScriptedServer
 from ostinato_rollout import ServerPool, SessionBudget
-from ostinato_tokenization import ContinuousTokens
+from ostinato_tokenization import ChatTokenizer, ContinuousTokens
 from ostinato_tokenization.testing import tiny_chat_tokenizer
 from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.custom_code import load_object
@@ -31,38 +32,13 @@ def agent_files(tmp_path: Path) -> Path:
     return tmp_path
 
 
-async def test_the_example_is_an_agent(agent_files: Path) -> None:
-    """The class of the README, made known by its file, runs and returns both of its turns as sampled tokens."""
-    tokenizer = tiny_chat_tokenizer()
-    server = ScriptedServer(lambda request: "7", encode=tokenizer.encode_text, end_token_id=tokenizer.stop_token_ids[0])
-    pool = ServerPool([server])
-    await pool.start()
-    agent = AgentConfig(default_agent_loop="second_thoughts", agent_loop_config_path=str(agent_files / "my_agents.py"))
-    manager = AgentLoopManager(
-        RolloutConfig(agent=agent),
-        tokens=ContinuousTokens(tokenizer),
-        budget=SessionBudget(max_prompt_tokens=200, max_response_tokens=200),
-        pool=pool,
-    )
-    batch = await manager.generate_sequences([{"raw_prompt": [{"role": "user", "content": "3 + 4?"}]}], n=1, step=0)
-    await pool.shutdown()
-    [trajectory] = batch.trajectories
-    assert trajectory.failure is None
-    [output] = trajectory.segments
-    sampled = [token_id for token_id, mask in zip(output.response_ids, output.response_mask, strict=True) if mask]
-    assert tokenizer.decode(sampled, skip_special_tokens=True) == "77"
-
-
-async def test_the_example_of_one_file_has_its_tool_its_reward_and_its_loop() -> None:
-    """examples/own_agent.py, under its configuration: the call is answered by its tool, the answer scored by its function."""
-    config = load_config(REPO / "examples" / "own_agent.yaml")
-    tokenizer = tiny_chat_tokenizer()
-    replies = ['<tool_call>{"name": "calculator", "arguments": {"expression": "3+4"}}</tool_call>', "The answer is 7."]
-    server = ScriptedServer(replies, encode=tokenizer.encode_text, end_token_id=tokenizer.stop_token_ids[0])
+async def answered(rollout: RolloutConfig, tokenizer: ChatTokenizer, reply: Callable | list[str]) -> AgentLoopOutput:
+    """What an agent makes of one question that an engine answers so."""
+    server = ScriptedServer(reply, encode=tokenizer.encode_text, end_token_id=tokenizer.stop_token_ids[0])
     pool = ServerPool([server])
     await pool.start()
     manager = AgentLoopManager(
-        config.actor_rollout_ref.rollout,
+        rollout,
         tokens=ContinuousTokens(tokenizer),
         budget=SessionBudget(max_prompt_tokens=800, max_response_tokens=800),
         pool=pool,
@@ -72,6 +48,23 @@ async def test_the_example_of_one_file_has_its_tool_its_reward_and_its_loop() ->
     [trajectory] = batch.trajectories
     assert trajectory.failure is None
     [output] = trajectory.segments
+    return output
+
+
+async def test_the_example_is_an_agent(agent_files: Path) -> None:
+    """The class of the README, made known by its file, runs and returns both of its turns as sampled tokens."""
+    tokenizer = tiny_chat_tokenizer()
+    agent = AgentConfig(default_agent_loop="second_thoughts", agent_loop_config_path=str(agent_files / "my_agents.py"))
+    output = await answered(RolloutConfig(agent=agent), tokenizer, lambda request: "7")
+    sampled = [token_id for token_id, mask in zip(output.response_ids, output.response_mask, strict=True) if mask]
+    assert tokenizer.decode(sampled, skip_special_tokens=True) == "77"
+
+
+async def test_the_example_of_one_file_has_its_tool_its_reward_and_its_loop() -> None:
+    """examples/own_agent.py, under its configuration: the call is answered by its tool, the answer scored by its function."""
+    config = load_config(REPO / "examples" / "own_agent.yaml")
+    replies = ['<tool_call>{"name": "calculator", "arguments": {"expression": "3+4"}}</tool_call>', "The answer is 7."]
+    output = await answered(config.actor_rollout_ref.rollout, tiny_chat_tokenizer(), replies)
     said = [message["content"] for message in output.extra_fields["messages"]]
     assert said[-2:] == ["7", "The answer is 7."]
     custom = config.reward.custom_reward_function

@@ -5,7 +5,7 @@ prompt as they were written. Validation never converts a value ("5" is not 5) an
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -189,19 +189,21 @@ def _nullable_validator_class() -> Any:
     return _VALIDATOR_CLASS
 
 
-def _found_under(keyword: str, schema: Mapping) -> list[Any]:
-    """The values of a keyword, wherever it stands in a schema; names of properties may be among the keywords."""
-    found: list[Any] = []
+def _objects(schema: Mapping) -> Iterator[dict[str, Any]]:
+    """The schema and the objects within it, without those that are values of an instance."""
     waiting: list[Any] = [schema]
     while waiting:
         node = waiting.pop()
         if isinstance(node, list):
             waiting.extend(node)
         elif isinstance(node, dict):
-            if keyword in node:
-                found.append(node[keyword])
+            yield node
             waiting.extend(value for key, value in node.items() if key not in _LITERAL_KEYWORDS)
-    return found
+
+
+def _found_under(keyword: str, schema: Mapping) -> list[Any]:
+    """The values of a keyword, wherever it stands in a schema; names of properties may be among the keywords."""
+    return [node[keyword] for node in _objects(schema) if keyword in node]
 
 
 def _check_unevaluated(schema: Mapping, what: str, place: str) -> None:
@@ -220,22 +222,15 @@ def _check_references(validator: Any, schema: Mapping, what: str, place: str) ->
     from referencing.exceptions import Unresolvable
 
     resolver = validator._resolver  # the one that validation itself will use
-    waiting: list[Any] = [schema]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, list):
-            waiting.extend(node)
-        elif isinstance(node, dict):
-            reference = node.get("$ref")
-            if isinstance(reference, str):
-                try:
-                    resolver.lookup(reference)
-                except Unresolvable as error:
-                    raise ToolSchemaError(
-                        f"$ref of {place} must point into the {what} themselves, got {reference!r}; "
-                        f"put the definition under {what}.$defs"
-                    ) from error
-            waiting.extend(value for key, value in node.items() if key not in _LITERAL_KEYWORDS)
+    for reference in _found_under("$ref", schema):
+        if isinstance(reference, str):
+            try:
+                resolver.lookup(reference)
+            except Unresolvable as error:
+                raise ToolSchemaError(
+                    f"$ref of {place} must point into the {what} themselves, got {reference!r}; "
+                    f"put the definition under {what}.$defs"
+                ) from error
 
 
 def _check_circles(validator: Any, schema: Mapping, what: str, place: str) -> None:
