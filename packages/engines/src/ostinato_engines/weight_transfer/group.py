@@ -76,12 +76,8 @@ class WeightGroup:
             WeightUpdateTimeoutError: A member stood still.
             WeightUpdateError: A member has gone, or gave up.
         """
-        group = self._group
-        self._raise_if_given_up()
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
         try:
-            work = group.broadcast([memory], options)
+            work = self._begun(memory)
             self._wait(work)
             work.wait()
         except RuntimeError as error:
@@ -89,6 +85,17 @@ class WeightGroup:
                 raise
             self._raise_if_given_up(look=True)
             raise WeightPeerLostError(f"{self} must reach the others, got {error}; see their logs") from error
+
+    def _begun(self, memory: Tensor) -> Any:
+        """A broadcast that is under way. The group is in no frame that an error keeps: where the last hold on it goes, the library waits."""
+        group = self._group
+        try:
+            self._raise_if_given_up()
+            options = dist.BroadcastOptions()
+            options.rootRank = 0
+            return group.broadcast([memory], options)
+        finally:
+            del group
 
     def abort(self, why: str) -> None:
         """Ends the group for all, from any thread; the first reason counts."""
@@ -105,7 +112,7 @@ class WeightGroup:
         group, self._group = self._group, None
         self._given_up = self._given_up or "it was closed"
         if group is not None:
-            threading.Thread(target=_release, args=([group],), name="weight group", daemon=True).start()
+            _let_go([group])
         del group
 
     def _meet(self) -> None:
@@ -152,10 +159,16 @@ class WeightGroup:
             found = make.create_device(interface=route.interface) if route.interface else make.create_default_device()
             options._devices = [found]
             group = make(store, self._rank, route.world_size, options)
-        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        group.broadcast([byte]).wait()
-        devices.synchronize(self._device)
-        return group
+        try:
+            byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            group.broadcast([byte]).wait()
+            devices.synchronize(self._device)
+            return group
+        except BaseException:
+            _let_go([group])
+            raise
+        finally:
+            del group  # see `_begun`
 
     def _wait(self, work: Any) -> None:
         """Until an operation is done, its deadline passes or somebody gives up."""
@@ -248,6 +261,11 @@ def _within(limit_s: float, work: Callable[[], Any], what: str) -> Any:
     if not result:
         raise WeightUpdateTimeoutError(f"{what} within {limit_s:g} s, got no end; see the logs of the others")
     return result[0]
+
+
+def _let_go(groups: list[Any]) -> None:
+    """Has a thread that keeps no process free what the list holds."""
+    threading.Thread(target=_release, args=(groups,), name="weight group", daemon=True).start()
 
 
 def _release(groups: list[Any]) -> None:
