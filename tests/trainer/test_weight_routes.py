@@ -29,7 +29,7 @@ ENGINES = Path(__file__).with_name("route_engines.py")
 HERE, ELSEWHERE = WeightPlace(host_name()), WeightPlace("elsewhere")
 WAYS = pytest.mark.parametrize("way", ["SocketRoute", "CollectiveRoute"])
 LOSSES = pytest.mark.parametrize("way", ["SocketRoute"])
-"""A broadcast whose members are lost ends, too, but a rank may wait for the library for minutes: not fit for a test yet."""
+"""Where a replica never comes to a broadcast a rank waits for minutes: not fit for a test yet, and so losses there are not tested."""
 
 
 def processes(home: Path, **options) -> RankGroup:
