@@ -21,6 +21,7 @@ from ostinato_engines import (  # noqa: E402
 )
 from ostinato_engines import device as devices  # noqa: E402
 from ostinato_engines.weight_transfer import BroadcastSender, KeptGroup, RouteFollower, decline  # noqa: E402
+from ostinato_engines.weight_transfer.group import WeightGroup  # noqa: E402
 
 WAIT_S = 300.0
 """Longer than any deadline here: whoever hangs is found out."""
@@ -222,3 +223,23 @@ def test_a_member_that_stands_still_is_waited_for_within_the_deadline(meeting) -
         finally:
             held.set()
         worker.result(WAIT_S)
+
+
+def test_a_group_is_freed_by_a_thread_that_nobody_waits_for(meeting, monkeypatch) -> None:
+    """A library waits where the last hold on its group goes for what is under way: never in whoever closes it, however fast the other thread is."""
+    freed_by = []
+
+    class Library:
+        def abort(self) -> None:
+            """Ends nothing."""
+
+        def __del__(self) -> None:
+            freed_by.append(threading.current_thread())
+
+    group = WeightGroup(meeting.route(members=1), 0, "cpu")
+    group.close()
+    group._group, start = Library(), threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (start(thread), thread.join(WAIT_S)))
+    group.close()
+    assert len(freed_by) == 1
+    assert freed_by != [threading.current_thread()]

@@ -28,8 +28,6 @@ SETTINGS = {"dtype": "float32", "lr": 1e-3, "total_steps": 4, "device": "cpu"}
 ENGINES = Path(__file__).with_name("route_engines.py")
 HERE, ELSEWHERE = WeightPlace(host_name()), WeightPlace("elsewhere")
 WAYS = pytest.mark.parametrize("way", ["SocketRoute", "CollectiveRoute"])
-LOSSES = pytest.mark.parametrize("way", ["SocketRoute"])
-"""Where a replica never comes to a broadcast a rank waits for minutes: not fit for a test yet, and so losses there are not tested."""
 
 
 def processes(home: Path, **options) -> RankGroup:
@@ -138,7 +136,7 @@ async def test_adapted_layers_travel_alone_along_a_route(quickstart_home, adapte
 
 
 @pytest.mark.slow
-@LOSSES
+@WAYS
 async def test_an_engine_that_never_comes_is_given_the_weights_another_way(quickstart_home, ranks, way, caplog) -> None:
     """The other engine is not held up beyond the deadline; the one that does not follow its route gets them as without routes, with a warning;
     the next update goes along routes again."""
@@ -156,7 +154,7 @@ async def test_an_engine_that_never_comes_is_given_the_weights_another_way(quick
 
 
 @pytest.mark.slow
-@LOSSES
+@WAYS
 async def test_a_rank_that_dies_ends_the_update_with_its_name(quickstart_home, way) -> None:
     """Killed once the update has begun: no engine waits for it, and none serves a part of the weights."""
     async with two_engines(quickstart_home) as pool:
@@ -177,7 +175,7 @@ async def test_a_rank_that_dies_ends_the_update_with_its_name(quickstart_home, w
 
 
 @pytest.mark.slow
-@LOSSES
+@WAYS
 async def test_actors_send_to_actors_and_go_on_without_one_that_dies(quickstart_home, way, caplog) -> None:
     """Ranks and engines are actors: the bits arrive along the route; an engine that is killed in the middle is taken out, and the other has the
     weights."""

@@ -109,11 +109,10 @@ class WeightGroup:
 
     def close(self) -> None:
         """Lets go of the group; an operation that the library still waits for keeps nobody."""
-        group, self._group = self._group, None
         self._given_up = self._given_up or "it was closed"
-        if group is not None:
-            _let_go([group])
-        del group
+        if self._group is not None:
+            held, self._group = [self._group], None  # no name of its own: a frame could be the last to let go
+            _let_go(held)
 
     def _meet(self) -> None:
         """Waits until all are there, and looks whether they go together."""
@@ -159,16 +158,16 @@ class WeightGroup:
             found = make.create_device(interface=route.interface) if route.interface else make.create_default_device()
             options._devices = [found]
             group = make(store, self._rank, route.world_size, options)
+        held = [group]
+        del group  # see `close`
         try:
             byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
-            group.broadcast([byte]).wait()
+            held[0].broadcast([byte]).wait()
             devices.synchronize(self._device)
-            return group
+            return held[0]
         except BaseException:
-            _let_go([group])
+            _let_go(held)
             raise
-        finally:
-            del group  # see `_begun`
 
     def _wait(self, work: Any) -> None:
         """Until an operation is done, its deadline passes or somebody gives up."""
@@ -264,7 +263,7 @@ def _within(limit_s: float, work: Callable[[], Any], what: str) -> Any:
 
 
 def _let_go(groups: list[Any]) -> None:
-    """Has a thread that keeps no process free what the list holds."""
+    """Has a thread that keeps no process free what the list holds, which nothing else may hold: the last hold waits with the library."""
     threading.Thread(target=_release, args=(groups,), name="weight group", daemon=True).start()
 
 
