@@ -112,6 +112,30 @@ def test_a_compiler_that_does_not_work_is_refused_where_it_was_asked_for(monkeyp
         compiling._obstacle.cache_clear()
 
 
+def test_layers_that_cannot_be_compiled_name_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that works and then fails at a layer ends the pass with what it said and the way out, with gradients and without."""
+
+    def refuses(*arguments: Any) -> Any:
+        raise RuntimeError("no kernel for this layer")
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiling, "_obstacle", lambda device: None)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=refuses))
+    backend = LocalBackend(make_model(), LocalBackendOptions(device="cpu", use_torch_compile=True))
+    batch = make_batch(FIRST)
+    loss = policy_loss_fn(PolicyLossOptions())
+    trained = batch.with_columns(old_log_probs=torch.zeros(batch.num_tokens))
+    for compute in (
+        lambda: backend.log_probs(batch, temperature=1.0),
+        lambda: backend.forward_backward([trained], loss),
+    ):
+        with pytest.raises(
+            BackendError, match=r"no kernel for this layer.*; write actor_rollout_ref.actor.use_torch_compile=false"
+        ):
+            compute()
+    torch._dynamo.reset()
+
+
 def work(backend: LocalBackend, batch: Batch) -> list[torch.Tensor]:
     """What a training step asks of a policy: its log-probabilities, the reference's, and an update's gradients."""
     found = [backend.log_probs(batch, temperature=0.7, reference=reference) for reference in (False, True)]

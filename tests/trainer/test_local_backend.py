@@ -485,8 +485,8 @@ def test_the_exported_folder_is_an_ordinary_model(tmp_path):
 
 
 def test_the_configuration_decides_layout_and_compilation():
-    """`model.use_remove_padding` and `actor.use_torch_compile` reach the backend; by default it packs, and compiles nothing."""
+    """`model.use_remove_padding` and `actor.use_torch_compile` reach the backend; by default it packs, and the device decides on compilation."""
     keys = ["actor_rollout_ref.model.use_remove_padding=false", "actor_rollout_ref.actor.use_torch_compile=true"]
     default, chosen = (backend_options(load_config([], overrides), 1) for overrides in ([], keys))
-    assert (default.use_remove_padding, default.use_torch_compile) == (True, False)
+    assert (default.use_remove_padding, default.use_torch_compile) == (True, None)
     assert (chosen.use_remove_padding, chosen.use_torch_compile) == (False, True)

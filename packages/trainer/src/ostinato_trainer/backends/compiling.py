@@ -7,24 +7,27 @@ sequences there are and however long; and what cannot be compiled is found out b
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Final
 
 import torch
 import torch._dynamo
+import torch._dynamo.exc
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ostinato_engines.device import CUDA
 from ostinato_trainer.errors import BackendError
 
-__all__ = ["COMPILE_KEY", "prepare_layers", "resolve_compile"]
+__all__ = ["COMPILE_KEY", "compiler_failures_named", "prepare_layers", "resolve_compile"]
 
 COMPILE_KEY: Final = "actor_rollout_ref.actor.use_torch_compile"
 
 _logger = logging.getLogger(__name__)
 
+_MAX_TEXT: Final = 300
 _MAX_VARIANTS: Final = 32
 """Kinds of a layer that are compiled: with gradients or without, frozen, with adapters or without, of the policy or the critic, full or sliding
 attention. Of further ones torch would compile none; its own limit is 8."""
@@ -76,6 +79,19 @@ def prepare_layers(layers: Iterable[nn.Module], *, compiled: bool = False, recom
             layer.compile(dynamic=True)
 
 
+@contextmanager
+def compiler_failures_named() -> Iterator[None]:
+    """Raises BackendError, which names the key, where a layer within the block cannot be compiled."""
+    try:
+        yield
+    except torch._dynamo.exc.TorchDynamoException as error:
+        text = " ".join(str(error).split())[:_MAX_TEXT]
+        raise BackendError(
+            f"{COMPILE_KEY} must be false for a model that torch.compile cannot compile, got {type(error).__name__}: {text}; write "
+            f"{COMPILE_KEY}=false"
+        ) from error
+
+
 def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A layer's forward pass that keeps its inputs only."""
 
@@ -95,5 +111,5 @@ def _obstacle(device: torch.device) -> str | None:
     try:
         torch.compile(trial, dynamic=True)(torch.ones(2, 8, device=device))
     except Exception as error:  # compilers fail in many ways, each of which is the reason why nothing is compiled
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_TEXT]}"
     return None

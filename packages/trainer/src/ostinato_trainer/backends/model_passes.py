@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ostinato_trainer.backends.adamw import AdamW
 from ostinato_trainer.backends.base import LossOutput
+from ostinato_trainer.backends.compiling import compiler_failures_named
 from ostinato_trainer.backends.memory import MemoryOwner, out_of_memory_named
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError, BatchError
@@ -54,7 +55,10 @@ def accumulate_gradients(
         for micro_batch in micro_batches:
             if micro_batch.num_loss_tokens == 0 and not passes_for_all:
                 continue
-            with out_of_memory_named("an update", cures, owner=owner, batches=[micro_batch]):
+            with (
+                compiler_failures_named(),
+                out_of_memory_named("an update", cures, owner=owner, batches=[micro_batch]),
+            ):
                 loss, metrics = loss_of(micro_batch)
                 if not loss.requires_grad:
                     raise BackendError(

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ostinato_trainer.backends.compiling import prepare_layers
+from ostinato_trainer.backends.compiling import compiler_failures_named, prepare_layers
 from ostinato_trainer.backends.packed_attention import PACKED_ATTENTION, as_packed, register_packed_attention
 from ostinato_trainer.backends.parameter_copies import ParameterCopies
 from ostinato_trainer.backends.sequence_ranks import SEQUENCE_KEY, SequenceRanks
@@ -149,7 +149,7 @@ class FlatModel:
         return found
 
     def _call(self, **inputs: Any) -> Any:
-        with nullcontext() if self._copies is None else self._copies.installed():
+        with compiler_failures_named(), nullcontext() if self._copies is None else self._copies.installed():
             return self._model(**inputs)
 
     def _check_shared(self, moving_rotations: Sequence[str]) -> None:

@@ -100,9 +100,9 @@ class ActorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Read by strategy megatron."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What the model computes in; weights and moments are kept in float32."""
-    use_torch_compile: bool | None = False
-    """Let torch.compile fuse the layers of policy and critic, with strategy local or fsdp2: some ten seconds at the start, faster steps. null does
-    so on CUDA where the compiler works."""
+    use_torch_compile: bool | None = None
+    """Let torch.compile fuse the layers of policy and critic, with strategy local or fsdp2: half a minute at the start, faster steps. By default
+    on CUDA where the compiler works."""
     optim: OptimConfig = OptimConfig()
     """The optimizer."""
     grad_clip: Annotated[float, Meta(gt=0)] = 1.0
