@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -229,6 +230,20 @@ def test_an_error_of_one_rank_is_told(model_folder: Path) -> None:
     with pytest.raises(BackendError, match="must be running"):
         group.log_probs(batch, temperature=1.0)
     assert workers.process_ids == []
+
+
+def test_all_ranks_are_asked_for_their_memory(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank frees its own; none raises."""
+    asked: list[tuple[str, list[Any]]] = []
+    ask = group._calls.ask
+
+    def noted(method: str, *arguments: Any) -> list[Any]:
+        asked.append((method, found := ask(method, *arguments)))
+        return found
+
+    monkeypatch.setattr(group._calls, "ask", noted)
+    group.free_cached_memory()
+    assert asked == [("free_cached_memory", [None, None])]
 
 
 def test_what_cannot_travel_is_refused(group: RankGroup) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from ostinato_engines.device import empty_cache, pick_device, seed_all
+from ostinato_engines.device import seed_all
 from ostinato_engines.versions import installed_versions
 from ostinato_rollout import dumps_on_signal
 from ostinato_trainer.algorithms.advantages import needs_critic
@@ -155,7 +155,6 @@ async def _run(
                 GenerationWatch(config.trainer, loggers, rollouts.tokenizer.decode),
                 *learner.callbacks,
                 *callbacks,
-                *making_room(config),
             ],
             critic=learner.critic,
             kl_controller=learner.kl_controller,
@@ -210,14 +209,6 @@ def _build_learner(
     critic = None if of_critic is None else build_critic(config, of_critic, backend)
     kl_controller = KLController(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
     return _Learner(sampling, callbacks, backend, critic, kl_controller)
-
-
-def making_room(config: Config) -> list[StepFunction]:
-    """Where engines slept during a step: what torch still holds of the device goes back before they wake."""
-    if not config.engines_sleep:
-        return []
-    device = pick_device(config.trainer.device or "auto")
-    return [StepFunction(lambda step, metrics: empty_cache(device))]
 
 
 def backend_options(config: Config, total_steps: int) -> LocalBackendOptions:

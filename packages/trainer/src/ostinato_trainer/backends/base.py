@@ -115,6 +115,10 @@ class TrainingBackend(Protocol):
         """Writes an ordinary Hugging Face model folder, tokenizer files included."""
         ...
 
+    def free_cached_memory(self) -> None:
+        """Gives back to its devices what it holds there for passes to come: engines that share them are about to wake."""
+        ...
+
     def close(self) -> None:
         """Ends what the backend has started; may be called twice. Nothing can be asked of it afterwards."""
         ...

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ostinato_engines import WeightManifest
-from ostinato_engines.device import HOST, pick_device
+from ostinato_engines.device import HOST, empty_cache, pick_device
 from ostinato_trainer.backends.adamw import AdamW, AdamWOptions
 from ostinato_trainer.backends.base import EntropyMode, LossFn, LossOutput, MicroBatchOutput, OptimizerStats
 from ostinato_trainer.backends.causal_lm import CausalLM, load_causal_lm
@@ -311,6 +311,10 @@ class LocalBackend:
     def save_hf(self, directory: str | Path) -> None:
         """See `TrainingBackend.save_hf`."""
         LocalSnapshot(self._state(), self._lm, self._tokenizer_source, self._lora).save_hf(directory)
+
+    def free_cached_memory(self) -> None:
+        """See `TrainingBackend.free_cached_memory`."""
+        empty_cache(self._device)
 
     def close(self) -> None:
         """See `TrainingBackend.close`: there is nothing to end."""

@@ -148,9 +148,14 @@ class PPOTrainer:
 
         A replica that is restarted before these weights change takes them then.
         """
-        manifest, open_stream = self.parts.backend.weights(version=self.step)
+        backend, wakes_engines = self.parts.backend, self.config.engines_sleep
+        manifest, open_stream = backend.weights(version=self.step)
         pause = self.config.actor_rollout_ref.rollout.pool.sync_pause
+        if wakes_engines:
+            await self._thread.run(backend.free_cached_memory)
         await self.parts.pool.update_weights(manifest, open_stream, pause=pause, replayable=True)
+        if wakes_engines:  # for what of them wakes with the next batch
+            await self._thread.run(backend.free_cached_memory)
 
     def _is_due(self, freq: int) -> bool:
         """Whether this step ends an interval of so many steps, or the run."""

@@ -140,6 +140,10 @@ class RankGroup:
         Path(directory).mkdir(parents=True, exist_ok=True)
         self._calls.ask("save_hf", Path(directory).absolute())
 
+    def free_cached_memory(self) -> None:
+        """See `TrainingBackend.free_cached_memory`."""
+        self._calls.ask("free_cached_memory")
+
     def critic(self, *, max_tokens_per_forward: int) -> RankGroupCritic:
         """The critic that the ranks have beside the policy; it ends with the group. `max_tokens_per_forward` as above, for values."""
         return RankGroupCritic(self._calls, max_tokens_per_forward=max_tokens_per_forward)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
 
 from ostinato_engines import WeightManifest, WeightPlace
-from ostinato_engines.device import CUDA, collect_shared_memory, place_of, set_device
+from ostinato_engines.device import CUDA, collect_shared_memory, empty_cache, place_of, set_device
 from ostinato_trainer.backends.base import EntropyMode, LossFn, LossOutput, OptimizerStats
 from ostinato_trainer.backends.ranks.base import RankAddress, RankBackend, RankCritic, RankFactory, RankPlace
 from ostinato_trainer.backends.ranks.outlets import SendOrder, WeightOutlets
@@ -122,6 +122,10 @@ class RankHost:
     def save_hf(self, directory: Path) -> None:
         """See `RankBackend.save_hf`."""
         self._backend.save_hf(directory)
+
+    def free_cached_memory(self) -> None:
+        """See `TrainingBackend.free_cached_memory`."""
+        empty_cache(self._device)
 
     def critic_pads_sequences(self) -> bool:
         """See `RankCritic.pads_sequences`."""
