@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato_engines import device as devices
+from ostinato_engines.device import empty_to_share, sharing
 from ostinato_trainer.backends.ranks import handover
 from ostinato_trainer.backends.ranks.handover import dumped, hand_over, taken_over
 from ostinato_trainer.backends.ranks.messages import Answer
@@ -133,8 +133,8 @@ def test_shared_memory_is_never_of_expandable_segments(monkeypatch, variable, te
     monkeypatch.setenv(variable, text)
     events = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", events.append, raising=False)
-    monkeypatch.setattr(devices, "shares_memory", lambda device: True)
+    monkeypatch.setattr(sharing, "shares_memory", lambda device: True)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: events.append("taken") or empty(*a, **k))
-    assert devices.empty_to_share(10, "cpu").numel() == 10
+    assert empty_to_share(10, "cpu").numel() == 10
     assert events == (["expandable_segments:False", "taken", text] if said else ["taken"])
