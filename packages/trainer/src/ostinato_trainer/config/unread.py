@@ -40,6 +40,16 @@ _WEIGHTS: Final = "how weights travel follows from where trainer and engine are"
 _NO_PROFILER: Final = "there is no profiler here; `timing_s/*` in metrics.jsonl has the seconds of each phase"
 _LOSSES: Final = f"losses are those of {_ACTOR}.policy_loss.loss_mode, or a function of your own"
 _NOT_RESAMPLED: Final = "trajectories are not drawn again by their rewards"
+_ONE_TOKEN: Final = "models that predict several tokens at once are neither trained nor sampled from so"
+_TURNS_END: Final = "a turn ends with the stop tokens of its chat template"
+_ADAMW: Final = "the optimizer is AdamW"
+_ONE_TRAINER: Final = "there is one trainer, and trainer.executor says where it runs"
+_REJECTED: Final = (
+    "what is too far from the engine's distribution is rejected by algorithm.rollout_correction.rollout_rs"
+)
+_PENALTIES: Final = f"the one penalty that all engines know is {_ROLLOUT}.repetition_penalty"
+_MODEL_FOLDER: Final = "tokenizer and configuration are those in the folder actor_rollout_ref.model.path"
+_VALUES: Final = "values are computed critic.ppo_max_token_len_per_gpu tokens at a time"
 _REWARD_SERVER: Final = "a reward model is a server that is asked over HTTP; see reward.reward_model.url"
 
 UNREAD_NAMES: Final[dict[str, str]] = {
@@ -82,14 +92,18 @@ UNREAD_NAMES: Final[dict[str, str]] = {
     "loss_scale_factor": "seq-mean-token-sum-norm divides by data.max_response_length",
     "min_lr_ratio": _SCHEDULE,
     "num_cycles": _SCHEDULE,
-    "optimizer": "the optimizer is AdamW",
+    "optimizer": _ADAMW,
+    "optimizer_impl": _ADAMW,
+    "override_optimizer_config": _ADAMW,
     "fsdp_size": "weights are sharded over all ranks",
     "model_dtype": f"weights stay float32; what computes is {_ACTOR}.dtype",
     "forward_prefetch": _SHARDED,
     "use_orig_params": _SHARDED,
     "min_num_params": _SHARDED,
     "external_lib": f"code of your own is named where it is used, as by {_AGENT}.agent_loop_config_path or reward.custom_reward_function",
-    "ignore_eos": "a turn ends with its stop token",
+    "ignore_eos": _TURNS_END,
+    "stop": _TURNS_END,
+    "stop_token_ids": _TURNS_END,
     "logprobs_mode": "log-probabilities are those of the distribution that was sampled from",
     "data_parallel_size": _REPLICAS,
     "expert_parallel_size": _REPLICAS,
@@ -114,6 +128,32 @@ UNREAD_NAMES: Final[dict[str, str]] = {
     "reward_fn_key": "rewards are chosen by the column data_source",
     "image_key": "images are refused for now",
     "video_key": "videos are refused for now",
+    "limit_images": "images are refused for now",
+    "tokenizer_path": _MODEL_FOLDER,
+    "hf_config_path": _MODEL_FOLDER,
+    "load_weight": "a model begins with the weights in its folder",
+    "forward_only": "the policy is always trained",
+    "calculate_sum_pi_squared": "no estimator here reads it",
+    "sum_pi_squared_checkpointing": "no estimator here reads it",
+    "multi_stage_wake_up": f"whether engines give their memory back meanwhile is {_ROLLOUT}.free_cache_engine",
+    "layered_summon": _WEIGHTS,
+    "cast_to_rollout_dtype": _WEIGHTS,
+    "quantization": "engines sample with the weights that are trained",
+    "quantization_config_file": "engines sample with the weights that are trained",
+    "skip_dump_dir": "every step samples",
+    "enable_rollout_routing_replay": "experts are routed anew in training",
+    "presence_penalty": _PENALTIES,
+    "frequency_penalty": _PENALTIES,
+    "rollout_token_veto_threshold": _REJECTED,
+    "rollout_is_veto_threshold": _REJECTED,
+    "del_local_ckpt_after_load": "how many checkpoints stay is trainer.max_ckpt_to_keep",
+    "esi_redundant_time": "a run is not told when its machine ends; trainer.save_freq saves often enough",
+    "use_legacy_worker_impl": _ONE_TRAINER,
+    "use_v1": _ONE_TRAINER,
+    "profile_steps": _NO_PROFILER,
+    "controller_nsight_options": _NO_PROFILER,
+    "worker_nsight_options": _NO_PROFILER,
+    "timeline_json_file": _NO_PROFILER,
 }
 """Last name of a key that is known in the field but has no reader here -> why."""
 
@@ -126,6 +166,21 @@ UNREAD_SECTIONS: Final[dict[str, str]] = {
     f"{_ACTOR}.checkpoint": "a checkpoint holds all that a run needs to go on",
     f"{_ACTOR}.profiler": _NO_PROFILER,
     "global_profiler": _NO_PROFILER,
+    f"{_ROLLOUT}.profiler": _NO_PROFILER,
+    "critic.profiler": _NO_PROFILER,
+    "trainer.npu_profile": _NO_PROFILER,
+    "trainer.v1": _ONE_TRAINER,
+    "transfer_queue": "trajectories go straight to the trainer",
+    "distillation": "nothing is learned from a teacher",
+    "actor_rollout_ref.model.override_config": "the model's config.json decides, and transformers chooses the attention",
+    "actor_rollout_ref.model.lora": _PLAIN_LORA,
+    "actor_rollout_ref.model.mtp": _ONE_TOKEN,
+    f"{_ROLLOUT}.mtp": _ONE_TOKEN,
+    "actor_rollout_ref.model.tiled_mlp": f"how many tokens a pass holds is {_ACTOR}.ppo_max_token_len_per_gpu",
+    "critic.model.tiled_mlp": "how many tokens a pass holds is critic.ppo_max_token_len_per_gpu",
+    f"{_ROLLOUT}.prometheus": "metrics go to trainer.logger",
+    f"{_ROLLOUT}.engine_kwargs.trtllm": "no adapter for it exists",
+    f"{_ROLLOUT}.over_sample_rate": "every trajectory of a step is awaited",
     f"{_ACTOR}.router_replay": "experts are routed anew in training",
     f"{_ROLLOUT}.pipeline_model_parallel_size": _REPLICAS,
     f"{_ROLLOUT}.checkpoint_engine": _WEIGHTS,
@@ -140,7 +195,9 @@ UNREAD_SECTIONS: Final[dict[str, str]] = {
     "critic.enable": "a critic is trained exactly where algorithm.adv_estimator needs values",
     "critic.rollout_n": "a step's trajectories are the same for policy and critic",
     "critic.strategy": "the critic is trained by the strategy of the actor",
-    "critic.forward_max_token_len_per_gpu": "values are computed critic.ppo_max_token_len_per_gpu tokens at a time",
+    "critic.forward_max_token_len_per_gpu": _VALUES,
+    "critic.forward_micro_batch_size": _VALUES,
+    "critic.forward_micro_batch_size_per_gpu": _VALUES,
     "critic.fsdp": f"the critic is sharded as {_ACTOR}.fsdp_config says",
     "critic.fsdp_config": f"the critic is sharded as {_ACTOR}.fsdp_config says",
     "critic.model.fsdp_config": f"the critic is sharded as {_ACTOR}.fsdp_config says",
@@ -159,6 +216,8 @@ UNREAD_SECTIONS: Final[dict[str, str]] = {
     f"{_ACTOR}.megatron.override_transformer_config": (
         "the model's config.json decides; actor_rollout_ref.model.enable_gradient_checkpointing computes layers again"
     ),
+    f"{_ACTOR}.megatron.override_mcore_model_config": "the model's config.json decides",
+    f"{_ACTOR}.megatron.use_megatron_fsdp": f"{_ACTOR}.strategy=fsdp2 shards weights",
     f"{_ACTOR}.megatron.context_parallel_size": _ONE_RANK_A_SEQUENCE,
     f"{_ACTOR}.megatron.expert_model_parallel_size": "models with experts are not mapped",
     f"{_ACTOR}.megatron.expert_tensor_parallel_size": "models with experts are not mapped",
@@ -170,11 +229,14 @@ UNREAD_SECTIONS: Final[dict[str, str]] = {
     "reward_model": _REWARD_SERVER,
     "reward.reward_model.enable_resource_pool": _REWARD_SERVER,
     "reward.reward_model.model_path": _REWARD_SERVER,
+    "reward.reward_model.n_gpus_per_node": _REWARD_SERVER,
+    "reward.reward_model.nnodes": _REWARD_SERVER,
     "reward.reward_model.rollout": _REWARD_SERVER,
     "reward.sandbox_fusion": _SCORED,
     "reward_model.reward_manager": _SCORED,
     "reward_model.launch_reward_fn_async": _SCORED,
     "reward.reward_manager": _SCORED,
+    "reward_manager": _SCORED,
     "reward.overlong_buffer.log": "the punishment is always recorded",
     "async_training": _AHEAD,
 }
