@@ -125,7 +125,7 @@ class Interleavings(RuleBasedStateMachine):
     @initialize(order=st.integers(0, 7), num_replicas=st.integers(1, 2))
     def start(self, order, num_replicas):
         self.loop = self.make_loop(order)
-        self.pauses = mock.patch.multiple("ostinato_rollout.client", _FIRST_PAUSE_S=0.0, _LONGEST_PAUSE_S=0.0)
+        self.pauses = mock.patch.multiple("ostinato_rollout.generating", _FIRST_PAUSE_S=0.0, _LONGEST_PAUSE_S=0.0)
         self.pauses.start()
         self.num_versions = self.num_talks = self.num_arrivals = 0
         self.replicas = [self.new_replica() for _ in range(num_replicas)]

@@ -154,7 +154,7 @@ class PoolLife(RuleBasedStateMachine):
         self.operations: list[asyncio.Task] = []
         self.turns: list[asyncio.Task] = []
         self.version = 0
-        self.pauses = mock.patch.multiple("ostinato_rollout.client", _FIRST_PAUSE_S=0.0, _LONGEST_PAUSE_S=0.0)
+        self.pauses = mock.patch.multiple("ostinato_rollout.generating", _FIRST_PAUSE_S=0.0, _LONGEST_PAUSE_S=0.0)
         self.pauses.start()
         self.log = ErrorLog()
         logging.getLogger("ostinato_rollout.revival").addHandler(self.log)
