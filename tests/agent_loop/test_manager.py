@@ -53,6 +53,8 @@ class FailingAgent(AgentLoopBase):
             return {"prompt_ids": [1]}
         if how == "nothing":
             return []
+        if how == "exit":
+            raise SystemExit(3)
         if how == "cancel":
             raise asyncio.CancelledError
         if how == "declare":
@@ -129,6 +131,7 @@ async def test_one_failing_trajectory_touches_no_other(world, caplog):
         ("hang", FailureKind.TIMEOUT, "must end within 0.2 s"),
         ("nonsense", FailureKind.AGENT, "must return an AgentLoopOutput"),
         ("nothing", FailureKind.AGENT, "at least one"),
+        ("exit", FailureKind.AGENT, "must return or raise, got exit(3)"),
         ("cancel", FailureKind.CANCELLED, "CancelledError"),
         ("declare", FailureKind.AGENT, "declared"),
         ("corrupt", FailureKind.AGENT, "response_mask must be as long"),
@@ -148,6 +151,49 @@ async def test_every_kind_of_misbehaviour_is_a_recorded_failure(world, how, kind
     assert sibling.reward.score == 1.0
     assert len(world.server.released) == 2
     assert world.client.num_sticky == 0
+
+
+@register("manager_test_not_async")
+class NotAsyncAgent(AgentLoopBase):
+    """Forgets that `run` is a coroutine function."""
+
+    def run(self, sampling_params, **row):
+        return []
+
+
+@register("manager_test_without_fields")
+class WithoutFieldsAgent(AgentLoopBase):
+    """Does not take what a row may have."""
+
+    async def run(self, sampling_params, raw_prompt):
+        return []
+
+
+@register("manager_test_type_error")
+class TypeErrorAgent(AgentLoopBase):
+    """Is declared well, and fails by itself before it awaits anything."""
+
+    def run(self, sampling_params, **row):
+        raise TypeError("of its own")
+
+
+@pytest.mark.parametrize(
+    ("agent", "text"),
+    [
+        ("manager_test_not_async", "run must be a coroutine function, got [] of it; write `async def run`"),
+        (
+            "manager_test_without_fields",
+            "unexpected keyword argument 'index'; write `async def run(self, sampling_params",
+        ),
+        ("manager_test_type_error", "TypeError: of its own"),
+    ],
+)
+async def test_an_agent_that_is_declared_wrongly_is_told_how(world, agent, text):
+    """A `run` that cannot be awaited, or does not take the row's fields, is a failure that says how it is written; its own errors stay."""
+    manager = world.build(lambda request: DONE, agent=agent)
+    (trajectory,) = (await manager.generate_sequences(rows(1), n=1, step=0)).trajectories
+    assert trajectory.failure.kind is FailureKind.AGENT
+    assert text in trajectory.failure.message
 
 
 async def test_a_cancellation_from_outside_propagates_and_frees_everything(world):
@@ -212,6 +258,7 @@ async def test_the_reward_comes_as_soon_as_a_trajectory_ends(world):
         ("hang", FailureKind.TIMEOUT, "within 0.1 s"),
         (TimeoutError("the judge is busy"), FailureKind.TIMEOUT, "the judge is busy"),
         (asyncio.CancelledError(), FailureKind.REWARD, "CancelledError"),
+        (SystemExit(3), FailureKind.REWARD, "must return or raise, got exit(3)"),
     ],
 )
 async def test_a_reward_that_fails_is_a_failure_not_a_zero(world, result, kind, text):
@@ -444,6 +491,8 @@ def test_the_parser_is_the_named_one_or_the_one_that_the_template_tells():
     assert make_parser(MultiTurnConfig(format="glm"), tokenizer).name == "glm"
     assert make_parser(MultiTurnConfig(format="auto"), tokenizer).name == "hermes"
     silent = ChatTokenizer(tiny_tokenizer(), "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+    with pytest.raises(UnknownParserError, match=r"^multi_turn\.format: parser must be one of .*hermes.*got 'Hermes'"):
+        make_parser(MultiTurnConfig(format="Hermes"), tokenizer)
     with pytest.raises(UnknownParserError, match="template must tell one format"):
         make_parser(MultiTurnConfig(format="auto"), silent)
 

@@ -334,7 +334,7 @@ async def test_what_goes_wrong_with_one_trajectory_is_its_own_failure(pool_of):
             worker.run_trajectory(task_of(3), PARAMS),
         )
         assert "row 0 is not for me" in ran[0].failure.message
-        assert "agent_name must be one of" in ran[1].failure.message
+        assert "agent_name of a row, or agent.default_agent_loop, must be one of" in ran[1].failure.message
         assert "generator" in ran[2].failure.message
         assert ran[3].failure is None
         await idle(workers, 1, 1)

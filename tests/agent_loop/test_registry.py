@@ -27,7 +27,9 @@ def test_the_built_in_agents_are_known():
 
 def test_an_unknown_agent_lists_those_known():
     """The error names the unknown agent and all known ones, and survives pickling."""
-    with pytest.raises(UnknownAgentError, match=r"single_turn_agent, .*tool_agent.*got 'tool_agnet'") as caught:
+    with pytest.raises(
+        UnknownAgentError, match=r"single_turn_agent, .*tool_agent.*got 'tool_agnet'; did you mean tool_agent\?"
+    ) as caught:
         agent_loop_class("tool_agnet")
     assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args
 
@@ -84,8 +86,15 @@ def test_a_python_file_is_tools_and_agents_at_once(tmp_path):
     ("text", "message"),
     [
         ("x = 1\n", r"must register an agent, got none in '.*agent\.py'; write @register"),
+        (
+            "from ostinato_agent_loop import AgentLoopBase, register\n@register('x')\nclass Open(AgentLoopBase): pass\n",
+            r"agent 'x' must be a whole class, got Open without run; write it$",
+        ),
         ("1 / 0\n", "must run as Python, got ZeroDivisionError"),
-        ("from ostinato_agent_loop import register\nregister('x')(int)\n", "must be a subclass of AgentLoopBase"),
+        (
+            "from ostinato_agent_loop import register\nregister('x')(int)\n",
+            "agent.py: agent 'x' must be a subclass of AgentLoopBase",
+        ),
     ],
 )
 def test_a_python_file_without_agents_says_why(tmp_path, text, message):

@@ -37,7 +37,15 @@ from ostinato_rollout import (
 )
 from ostinato_rollout.tracing import Tracer, make_tracer
 from ostinato_tokenization import ChatTokenizer, ContinuousTokens
-from ostinato_tools import ToolExecutor, ToolParser, TruncateUnit, get_parser, load_tools, parser_for
+from ostinato_tools import (
+    ToolExecutor,
+    ToolParser,
+    TruncateUnit,
+    UnknownParserError,
+    get_parser,
+    load_tools,
+    parser_for,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -297,7 +305,12 @@ def make_parser(config: SessionConfig, tokenizer: ChatTokenizer) -> ToolParser:
     Raises:
         ToolError: There is no such parser, or the template tells none.
     """
-    return parser_for(tokenizer.tool_template) if config.format == "auto" else get_parser(config.format)
+    if config.format == "auto":
+        return parser_for(tokenizer.tool_template)
+    try:
+        return get_parser(config.format)
+    except UnknownParserError as error:
+        raise UnknownParserError(f"multi_turn.format: {error}") from error
 
 
 def make_tool_executor(config: MultiTurnConfig, tokenizer: ChatTokenizer) -> ToolExecutor:

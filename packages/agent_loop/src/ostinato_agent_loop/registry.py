@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from ostinato_agent_loop.base import AgentLoopBase
-from ostinato_agent_loop.errors import AgentConfigError, UnknownAgentError
+from ostinato_agent_loop.errors import AgentConfigError, AgentLoopError, UnknownAgentError
 from ostinato_tools import ToolError
 from ostinato_tools.loading import execute_file
 
@@ -25,7 +27,7 @@ def register(name: str) -> Callable[[AgentClass], AgentClass]:
     """Register an agent class under `name`.
 
     Raises:
-        AgentConfigError: The name is empty or belongs to another class, or the class is no AgentLoopBase.
+        AgentConfigError: The name is empty or belongs to another class, or the class is no AgentLoopBase, or lacks what that leaves open.
     """
     if not isinstance(name, str) or not name:
         raise AgentConfigError(f"an agent's name must be a text, got {name!r}; write @register('my_agent')")
@@ -49,9 +51,11 @@ def agent_loop_class(name: str) -> type[AgentLoopBase]:
     try:
         return _AGENTS[name]
     except KeyError:
+        known = sorted({*_AGENTS, *_OPTIONAL})
+        near = difflib.get_close_matches(str(name), known, n=1)
         raise UnknownAgentError(
-            f"agent_name must be one of {', '.join(sorted({*_AGENTS, *_OPTIONAL}))}, got {name!r};"
-            " register it, or add it to agent_loop_config_path"
+            f"agent_name of a row, or agent.default_agent_loop, must be one of {', '.join(known)}, got {name!r};"
+            f" {f'did you mean {near[0]}? Else ' if near else ''}register it, or add it to agent_loop_config_path"
         ) from None
 
 
@@ -83,7 +87,9 @@ def _load_python(path: Path) -> tuple[str, ...]:
     try:
         module = execute_file(path)
     except ToolError as error:
-        raise AgentConfigError(f"agent_loop_config_path: {error}") from error
+        refused = error.__cause__ if isinstance(error.__cause__, AgentLoopError) else None
+        said = error if refused is None else f"{path}: {refused}"
+        raise AgentConfigError(f"agent_loop_config_path: {said}") from error
     names = tuple(name for name, cls in _AGENTS.items() if cls.__module__ == module.__name__)
     if not names:
         raise AgentConfigError(
@@ -150,6 +156,11 @@ def _read_entry(entry: Any, where: str) -> tuple[str, type[AgentLoopBase]]:
 def _add(name: str, cls: Any, where: str) -> None:
     if not isinstance(cls, type) or not issubclass(cls, AgentLoopBase):
         raise AgentConfigError(f"agent {name!r} must be a subclass of AgentLoopBase, got {cls!r}; derive it")
+    if inspect.isabstract(cls):
+        raise AgentConfigError(
+            f"agent {name!r} must be a whole class, got {cls.__qualname__} without {', '.join(sorted(cls.__abstractmethods__))};"
+            " write it"
+        )
     known = _AGENTS.get(name)
     same = known is not None and (known.__module__, known.__qualname__) == (cls.__module__, cls.__qualname__)
     if known is not None and not same:

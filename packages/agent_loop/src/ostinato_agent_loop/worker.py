@@ -7,17 +7,18 @@ one; only a cancellation from outside propagates.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from ostinato_agent_loop.base import AgentLoopContext
 from ostinato_agent_loop.clock import TrajectoryClock
 from ostinato_agent_loop.config import AgentConfig
-from ostinato_agent_loop.errors import AgentLoopOutputError, RewardResultError
+from ostinato_agent_loop.errors import AgentConfigError, AgentLoopError, AgentLoopOutputError, RewardResultError
 from ostinato_agent_loop.output import AgentLoopOutput
 from ostinato_agent_loop.registry import agent_loop_class
 from ostinato_agent_loop.reward import RewardFn, RewardResult
@@ -29,6 +30,7 @@ from ostinato_rollout.tracing import TrajectoryLabels, TrajectoryTrace
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _CLOSING_TIMEOUT_S = 300.0  # for what an agent has left open, beyond its own deadline
 
 
@@ -160,7 +162,7 @@ class AgentLoopWorker:
                 timeout_s = self._config.reward_timeout_s
                 result = await self._overtime.within(
                     asyncio.timeout(timeout_s),
-                    lambda: reward_fn(trajectory.row, outputs),
+                    lambda: _staying(reward_fn(trajectory.row, outputs), "a reward function"),
                     where,
                     lambda: _overdue(where, timeout_s),
                 )
@@ -186,7 +188,16 @@ async def _run_agent(
     task: TrajectoryTask, context: AgentLoopContext, sampling_params: SamplingParams
 ) -> list[AgentLoopOutput]:
     """Run the agent and check what it returns; fill in whose segments they are."""
-    result = await agent_loop_class(task.agent)(context).run(sampling_params, **task.row)
+    agent = agent_loop_class(task.agent)(context)
+    try:
+        running = agent.run(sampling_params, **task.row)
+    except TypeError as error:
+        raise _misdeclared(agent.run, sampling_params, task.row, error) from error
+    if not inspect.isawaitable(running):
+        raise AgentLoopOutputError(
+            f"run must be a coroutine function, got {running!r:.80} of it; write `async def run`"
+        )
+    result = await _staying(running, "an agent")
     outputs = result if isinstance(result, list) else [result]
     if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
         raise AgentLoopOutputError(
@@ -196,6 +207,28 @@ async def _run_agent(
         output.check()
         output.group_id, output.trajectory_id, output.segment_index = task.group_id, task.trajectory_id, index
     return outputs
+
+
+def _misdeclared(
+    run: Callable[..., Any], sampling_params: SamplingParams, row: Mapping[str, Any], error: TypeError
+) -> Exception:
+    """What a call of `run` has raised, told by its signature where that does not take the row."""
+    try:
+        inspect.signature(run).bind(sampling_params, **row)
+    except TypeError as mismatch:
+        return AgentConfigError(
+            f"run must take sampling_params and each field of a row by name, got: {mismatch};"
+            " write `async def run(self, sampling_params, **row)`"
+        )
+    return error
+
+
+async def _staying(running: Awaitable[_T], who: str) -> _T:
+    """What a user's coroutine returns. Its exit would end the event loop, and with it every other trajectory."""
+    try:
+        return await running
+    except SystemExit as error:
+        raise AgentLoopError(f"{who} must return or raise, got exit({error.code!r}); raise an error") from error
 
 
 def _overdue(where: str, timeout_s: float) -> str:
