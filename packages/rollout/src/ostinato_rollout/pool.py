@@ -1,36 +1,38 @@
-"""The life of replicas: start, health, wake, sleep, new weights, draining, and what becomes of those that fail.
+"""The life of replicas, for those who own them: start, health, wake, sleep, new weights, and the draining of single ones.
 
-Invariants: clients know exactly the replicas in service, and every one of these serves the same policy version. Knows servers and
-clients, no conversation.
+Invariants: clients know exactly the replicas in service, and every one of these serves the same policy version; operations on all
+come one after the other. Knows servers and clients, no conversation.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ostinato_engines import AsyncServerBase, Health, PauseMode, WeightManifest
 from ostinato_engines.engine_status import check_level, checked_tags
 from ostinato_rollout.activity import PoolActivity
 from ostinato_rollout.client import LLMServerClient
 from ostinato_rollout.config import AdmissionConfig
-from ostinato_rollout.conversation import num_cancellations
 from ostinato_rollout.decision_log import DecisionLog
 from ostinato_rollout.diagnostics import register
 from ostinato_rollout.draining import drain
-from ostinato_rollout.errors import NoReplicaError, ReplicaError, SessionInputError, SessionStateError
+from ostinato_rollout.errors import NoReplicaError, SessionInputError, SessionStateError
 from ostinato_rollout.exclusive import Exclusive
-from ostinato_rollout.failure import Failure, FailureKind
+from ostinato_rollout.failure import Failure
 from ostinato_rollout.fleet import Fleet, Follower
 from ostinato_rollout.health_watch import watch
 from ostinato_rollout.patience import end
-from ostinato_rollout.pool_operations import Operation, PoolOperations
+from ostinato_rollout.pool_operations import PoolOperations
+from ostinato_rollout.removal import Removal
+from ostinato_rollout.replacing import fill_anew
 from ostinato_rollout.replica_state import Replica, ReplicaState, Transition
 from ostinato_rollout.restarts import RestartBudget, RestartPolicy
 from ostinato_rollout.revival import MakeServer, Revival
 from ostinato_rollout.routing import ReplicaPolicy
 from ostinato_rollout.sleeping import put_to_sleep, wake
+from ostinato_rollout.starting import start_new
 from ostinato_rollout.weight_sync import MakeWeights, WeightSync
 
 logger = logging.getLogger(__name__)
@@ -102,11 +104,9 @@ class ServerPool:
             start_timeout_s=start_timeout_s,
             shutdown_timeout_s=shutdown_timeout_s,
         )
-        self._timeout_s, self._start_timeout_s, self._shutdown_timeout_s = (
-            timeout_s,
-            start_timeout_s,
-            shutdown_timeout_s,
-        )
+        self._removal = Removal(self._fleet, self._operations, self._revival, timeout_s=timeout_s)
+        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
+        self._shutdown_timeout_s = shutdown_timeout_s
         self._health_interval_s, self._health_timeout_s = health_interval_s, health_timeout_s
         self._watching: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
@@ -184,7 +184,7 @@ class ServerPool:
             admission=admission,
             num_clients=num_clients,
             decision_log=decision_log,
-            on_lost=self._found_lost,
+            on_lost=self._removal.found_lost,
         )
         self._fleet.follow(client, knows_them=True)
         return client
@@ -214,7 +214,7 @@ class ServerPool:
                     self._fleet,
                     self._operations,
                     self._revival,
-                    self._take_out,
+                    self._removal.take_out,
                     interval_s=self._health_interval_s,
                     timeout_s=self._health_timeout_s,
                 ),
@@ -222,33 +222,8 @@ class ServerPool:
             )
 
     async def _start(self) -> None:
-        replicas = [replica for replica in self._fleet.replicas if replica.state is _S.NEW]
-        for replica in replicas:
-            self._fleet.move(replica, _S.STARTING, "the pool is started")
-
-        async def start(replica: Replica) -> None:
-            await replica.server.start()
-
-        failures = await self._operations.on_each("start", replicas, start, self._start_timeout_s)
-        if failures:
-            raise self._start_error(failures)
+        await start_new(self._fleet, self._operations, self._start_timeout_s)
         self._revival.note_start()
-        self._fleet.refresh_capacities()
-        for replica in replicas:
-            if replica.state is _S.STARTING:
-                self._fleet.move(replica, _S.SERVING, "it is started")
-
-    def _start_error(self, failures: dict[int, Exception]) -> ReplicaError:
-        (replica, error), num = next(iter(failures.items())), len(self._fleet.replicas)
-        told = f"{type(error).__name__}: {error}"
-        message = f"the engine must start, got {told}"
-        if num > 1:
-            message = (
-                f"all {num} replicas must start, got {len(failures)} failures; the first, replica {replica}: {told}"
-            )
-        failed = ReplicaError(message, replica=replica)
-        failed.__cause__ = error
-        return failed
 
     async def shutdown(self) -> None:
         """Shut every replica down, those out of service too; failures are logged. What is under way ends with errors.
@@ -286,7 +261,7 @@ class ServerPool:
             NoReplicaError: None is there, and none comes.
         """
         awake = checked_tags(tags)
-        await self._exclusive.run("wake up", lambda: wake(self._fleet, self._or_take_out, awake, tags))
+        await self._exclusive.run("wake up", lambda: wake(self._fleet, self._removal.ask, awake, tags))
         await self._fleet.any_live("wake up")
 
     async def sleep(self, level: int = 1) -> None:
@@ -298,7 +273,7 @@ class ServerPool:
             NoReplicaError: None is there, and none comes.
         """
         check_level(level)
-        await self._exclusive.run("go to sleep", lambda: put_to_sleep(self._fleet, self._or_take_out, level))
+        await self._exclusive.run("go to sleep", lambda: put_to_sleep(self._fleet, self._removal.ask, level))
         if not self._fleet.live() and not self._fleet.is_one_coming():
             raise self._fleet.no_replica("go to sleep")
 
@@ -310,7 +285,7 @@ class ServerPool:
             answers[replica.index] = await replica.server.health()
 
         await self._fleet.any_live("tell its health")
-        await self._or_take_out("tell its health", self._fleet.in_service(), ask)
+        await self._removal.ask("tell its health", self._fleet.in_service(), ask)
         if not self.servers:
             raise self._fleet.no_replica("tell its health")
         return dict(sorted(answers.items()))
@@ -349,7 +324,7 @@ class ServerPool:
 
         async def work() -> None:
             nonlocal is_done
-            sync = WeightSync(self._fleet, self._operations, self._take_out, timeout_s=self._timeout_s)
+            sync = WeightSync(self._fleet, self._operations, self._removal.take_out, timeout_s=self._timeout_s)
             source = None
             await self._revival.withdraw_weights()  # the last update's: whoever gives new ones has changed them
             try:
@@ -389,7 +364,7 @@ class ServerPool:
         drained = self._replica(replica)
 
         async def work() -> None:
-            await drain(self._fleet, drained, self._take_out, timeout_s=timeout_s)
+            await drain(self._fleet, drained, self._removal.take_out, timeout_s=timeout_s)
 
         await self._exclusive.run("drain a replica", work, changes_all=False)
 
@@ -406,35 +381,14 @@ class ServerPool:
         replaced = self._replica(replica)
         if self._make_server is None:
             raise SessionInputError("make_server must be given to replace a replica, got None; pass it to the pool")
-        if self._fleet.sleeping:
-            raise SessionStateError("replace must come while the pool is awake, got a pool that sleeps; wake it first")
-        is_idle = replaced.is_in_service or replaced.state in (_S.DRAINED, _S.GIVEN_UP)
-        if not is_idle or replaced.is_being_replaced or self._revival.is_at_work_on(replaced):
-            raise SessionStateError(
-                f"replica {replica} must be in service, drained or given up to be replaced, got one that is"
-                f" {replaced.state.value}; see pool.states"
-            )
-        replaced.is_being_replaced = True
-        try:
-            if replaced.is_in_service:
-                await self.drain(replica, timeout_s=drain_timeout_s)
-            if replaced.state is not _S.STOPPED:
-                await self._revival.replace(replaced)
-        except asyncio.CancelledError:
-            if num_cancellations() or replaced.state is not _S.STOPPED:  # else a shutdown has ended the restart
-                raise
-        finally:
-            replaced.is_being_replaced = False
-            self._fleet.look_anew()
-        if replaced.state not in (_S.SERVING, _S.WAITING_FOR_WEIGHTS, _S.UPDATING, _S.ASLEEP):
-            raise ReplicaError(f"replica {replica} must be replaced, got {replaced.state.value}: {replaced.cause}")
+        await fill_anew(self._fleet, self._revival, replaced, lambda: self.drain(replica, timeout_s=drain_timeout_s))
 
     def take_out(self, server: AsyncServerBase, failure: Failure) -> None:
         """Take a replica out of service and out of every client; it is shut down, and its turns begin again elsewhere."""
         replica = self._fleet.find(server)
         if replica is None:
             raise SessionInputError(f"server must be one of this pool's replicas, got {server!r}; use pool.servers")
-        self._lose(replica, failure)
+        self._removal.begin(replica, failure)
 
     # Inside
 
@@ -444,31 +398,3 @@ class ServerPool:
                 f"replica must be an index below {len(self._fleet.replicas)}, got {index!r}; see pool.states"
             )
         return self._fleet.replicas[index]
-
-    def _lose(self, replica: Replica, failure: Failure) -> None:
-        is_out = not replica.is_in_service and replica.state not in (_S.DRAINING, _S.WAITING_FOR_WEIGHTS)
-        if is_out or self._revival.is_at_work_on(replica):
-            return
-        replica.failure = failure
-        self._fleet.move(replica, _S.LOST, f"{failure.where}: {failure.message}")
-        self._revival.begin(replica)
-
-    def _take_out(self, replica: Replica, purpose: str, error: Exception) -> None:
-        kind = FailureKind.TIMEOUT if isinstance(error, TimeoutError) else FailureKind.ENGINE
-        self._lose(replica, Failure.from_error(error, f"replica {replica.index} had to {purpose}", kind=kind))
-
-    def _found_lost(self, server: AsyncServerBase, error: BaseException) -> None:
-        replica = self._fleet.find(server)
-        if replica is not None:  # else somebody added it to a client by hand, or it has been replaced
-            where = f"replica {replica.index} had to generate"
-            self._lose(replica, Failure.from_error(error, where, kind=FailureKind.ENGINE))
-
-    async def _or_take_out(self, purpose: str, replicas: Iterable[Replica], operation: Operation) -> None:
-        asked = {replica.index: (replica, replica.server) for replica in replicas}
-        failures = await self._operations.on_each(
-            purpose, [replica for replica, _ in asked.values()], operation, self._timeout_s
-        )
-        for index, error in failures.items():
-            replica, server = asked[index]
-            if replica.server is server:
-                self._take_out(replica, purpose, error)
