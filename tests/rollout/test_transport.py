@@ -39,7 +39,7 @@ from ostinato_rollout.transport import (
     RemoteServer,
     ReplicaLostError,
     ReplicaService,
-    service,
+    callers,
 )
 
 PARAMS = SamplingParams(max_tokens=8)
@@ -340,7 +340,7 @@ async def test_a_conversation_ends_with_its_release():
 
 async def test_conversations_that_nobody_ends_are_bounded(monkeypatch):
     """One conversation too many ends the oldest, at the server as well."""
-    monkeypatch.setattr(service, "_MAX_CONVERSATIONS", 2)
+    monkeypatch.setattr(callers, "_MAX_CONVERSATIONS", 2)
     server = Watched()
     async with served(server) as (remote, replica):
         for name in "abcd":

@@ -31,6 +31,7 @@ from ostinato_rollout.transport import (
     ReplicaLostError,
     ReplicaService,
     TransportInputError,
+    callers,
     service,
     wire,
 )
@@ -228,7 +229,7 @@ async def test_a_call_that_was_not_begun_is_asked_again():
         remote = RemoteServer(replica.address)
         await remote.start()
         await remote.generate([1, 2], PARAMS, "talk")
-        replica._part_from(next(iter(replica._callers.values())))
+        replica._callers.part_from(next(iter(replica._callers)))
         asked = [
             remote.generate([1, 2, 2, 7, 5], PARAMS, "talk"),
             remote.generate([1], PARAMS, "other"),
@@ -248,7 +249,7 @@ async def test_a_call_that_may_have_begun_is_not_asked_again():
         await remote.start()
         early = asyncio.ensure_future(remote.generate([1, 2], PARAMS, "talk"))
         await until(lambda: server.requests)
-        replica._part_from(next(iter(replica._callers.values())))
+        replica._callers.part_from(next(iter(replica._callers)))
         assert (await remote.health()).ready
         with pytest.raises(ReplicaLostError, match="waited for generate of request 'talk'"):
             await early
@@ -399,7 +400,7 @@ class NeverReleases(ScriptedServer):
 
 async def test_an_engine_that_does_not_release_is_not_waited_for(monkeypatch):
     """What a caller that has gone leaves behind is given up after a while, and counted."""
-    monkeypatch.setattr(service, "_END_S", 0.05)
+    monkeypatch.setattr(callers, "_END_S", 0.05)
     server = NeverReleases(lambda request: [5])
     async with ReplicaService(server) as replica:
         remote = RemoteServer(replica.address)

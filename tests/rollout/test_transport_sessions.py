@@ -161,7 +161,7 @@ async def play(steps: list[tuple[str, int]], seed: int, *, is_sticky: bool) -> C
             case "cut" if remote._link is not None:
                 remote._link.fail(ReplicaLostError("it was cut"))
             case "part" if service._callers:
-                service._part_from(next(iter(service._callers.values())))
+                service._callers.part_from(next(iter(service._callers)))
             case "forget there":
                 service._prompts.clear()
             case "forget here" if remote._link is not None:

@@ -1,7 +1,6 @@
 """A replica served to other processes: any server of the contract behind one socket.
 
-Invariants: every call that can be read gets one answer while its caller is there; a caller that is gone has nothing
-left here, neither requests nor conversations; nothing that arrives ends the service.
+Invariants: every call that can be read gets one answer while its caller is there; nothing that arrives ends the service.
 """
 
 import asyncio
@@ -26,6 +25,7 @@ from ostinato_engines import (
 from ostinato_engines.forwarding import answers_of, error_name
 from ostinato_rollout.transport import wire
 from ostinato_rollout.transport.caller import Caller
+from ostinato_rollout.transport.callers import Callers
 from ostinato_rollout.transport.errors import TransportInputError
 from ostinato_rollout.transport.mailbox import Mailbox, checked_key, listen
 from ostinato_rollout.transport.prompts import ID_BYTES, KeptPrompt, KeptPrompts
@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "tcp://127.0.0.1:*"
 MAX_KEPT_BYTES = 1 << 30
-_MAX_CONVERSATIONS = 100_000
-_END_S = 10.0
 _STUCK_TICKS = 60 * wire.TICKS
 
 
@@ -82,16 +80,14 @@ class ReplicaService:
         self._answers = answers_of(server) | {"start": self._start_server, "abort": self._abort}
         self._starting = asyncio.Lock()
         self._is_started = False
-        self._callers: dict[bytes, Caller] = {}
         self._prompts: KeptPrompts[tuple[bytes, str]] = KeptPrompts(max_kept_bytes)
-        self._ending: dict[str, asyncio.Task[None]] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
+        self.stats = ServiceStats()
+        """What it has seen so far."""
+        self._callers = Callers(server, self._prompts, self.stats)
         self._closing: asyncio.Task[None] | None = None
         self._mailbox: Mailbox | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ended = asyncio.Event()
-        self.stats = ServiceStats()
-        """What it has seen so far."""
 
     # Life
 
@@ -120,13 +116,35 @@ class ReplicaService:
         self._ended.set()
         if self._timer is not None:
             self._timer.cancel()
-        for caller in list(self._callers.values()):
+        for caller in self._callers:
             self._send(caller.identity, wire.Closing())
-            self._part_from(caller)
+            self._callers.part_from(caller)
         if self._mailbox is not None:
             self._mailbox.close(flush=True)
-        if self._leaving:
-            await asyncio.wait(self._leaving, timeout=_END_S)
+        await self._callers.left()
+
+    def _tick(self) -> None:
+        """Gives everybody a sign of life, and parts from those who are not there to take it.
+
+        A process that is there may stand still, as one that trains does, for sixty times as long.
+        """
+        if self._mailbox is None or self._ended.is_set():
+            return
+        self._mailbox.drain()
+        for caller in self._callers:
+            caller.num_silent_ticks = 0 if caller.has_spoken else caller.num_silent_ticks + 1
+            caller.has_spoken = False
+            is_there = self._send(caller.identity, wire.Pong(self._version))
+            if not is_there or caller.num_silent_ticks > _STUCK_TICKS:
+                self._callers.part_from_vanished(caller)
+        self._timer = asyncio.get_running_loop().call_later(self._silence_s / wire.TICKS, self._tick)
+
+    async def _close_after_shutdown(self, caller: Caller) -> None:
+        """Lets the server's last errors reach their callers, and ends."""
+        await self._callers.answered()
+        if self._callers.get(caller.identity) is caller:
+            self._callers.part_from(caller)
+        await self.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -143,12 +161,12 @@ class ReplicaService:
     @property
     def num_calls(self) -> int:
         """Calls under way, of all callers."""
-        return sum(caller.num_calls for caller in self._callers.values())
+        return sum(caller.num_calls for caller in self._callers)
 
     @property
     def num_conversations(self) -> int:
         """Conversations that have not been released."""
-        return sum(len(caller.conversations) for caller in self._callers.values())
+        return sum(len(caller.conversations) for caller in self._callers)
 
     @property
     def num_kept_bytes(self) -> int:
@@ -181,7 +199,7 @@ class ReplicaService:
             logger.warning("a message could not be served: %r", str(error))
             self._send(identity, wire.Refused(f"a message could not be served: {error}"))
             if caller is not None:
-                self._part_from(caller)
+                self._callers.part_from(caller)
 
     def _serve(self, caller: Caller, request: wire.Request, parts: list[bytes]) -> None:
         caller.has_spoken = True
@@ -197,7 +215,7 @@ class ReplicaService:
             case wire.Ping():
                 self._send(caller.identity, wire.Pong(self._version))
             case wire.Goodbye():
-                self._part_from(caller)
+                self._callers.part_from(caller)
             case wire.Hello():
                 self._send(caller.identity, wire.Welcome(self._silence_s, self._token))
 
@@ -222,11 +240,7 @@ class ReplicaService:
             logger.warning("refused %s: %s", hello.name, reason)
             self._send(identity, wire.Refused(reason))
             return
-        for caller in list(self._callers.values()):
-            if hello.remote and caller.remote == hello.remote:
-                # It has given that connection up; its conversations must not meet their own last turns here.
-                self._part_from_vanished(caller)
-        self._callers[identity] = Caller(identity, hello.name, hello.remote, self._ending)
+        self._callers.enter(identity, hello.name, hello.remote)
         self._send(identity, wire.Welcome(self._silence_s, self._token))
 
     # Calls
@@ -257,9 +271,7 @@ class ReplicaService:
     def _begin_turn(self, caller: Caller, message: wire.Generate, kept: KeptPrompt) -> None:
         request_id = message.request_id
         self._prompts.keep((caller.identity, request_id), kept)
-        caller.conversations[request_id] = None
-        if len(caller.conversations) > _MAX_CONVERSATIONS:
-            self._release_later(caller, [next(iter(caller.conversations))], set())
+        self._callers.open(caller, request_id)
         prompt = array("i")
         prompt.frombytes(kept.ids)
         work = self._answered(caller, message.number, lambda: self._continue(caller, message, prompt, kept))
@@ -286,7 +298,7 @@ class ReplicaService:
             raise EngineInputError(f"method must be one of {', '.join(self._answers)}, got {call.method!r}")
         try:
             if call.method == "release":
-                self._forget(caller, wire.decode_raw(call.argument, str))
+                self._callers.forget(caller, wire.decode_raw(call.argument, str))
             result = await method(call.argument)
         except msgspec.MsgspecError as error:
             self.stats.num_malformed += 1
@@ -327,76 +339,8 @@ class ReplicaService:
         version = self._version
         nothing = TokenOutput([], None, StopReason.ABORTED, policy_versions=(PolicySpan(0, version),))
         num_aborted = 0
-        for caller in self._callers.values():
+        for caller in self._callers:
             for number in caller.abort_forgotten(wanted):
                 self._send(caller.identity, wire.Output(number, version, nothing))
                 num_aborted += 1
         return num_aborted + await self._server.abort(names)
-
-    # Conversations
-
-    def _forget(self, caller: Caller, request_id: str) -> None:
-        """A conversation of a caller is over."""
-        caller.conversations.pop(request_id, None)
-        self._prompts.forget((caller.identity, request_id))
-
-    def _release_later(self, caller: Caller, request_ids: list[str], after: set[asyncio.Task[None]]) -> None:
-        """Ends conversations that nobody is there to end."""
-        for request_id in request_ids:
-            self._forget(caller, request_id)
-        task = asyncio.ensure_future(self._release(request_ids, after))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
-
-    async def _release(self, request_ids: list[str], after: set[asyncio.Task[None]]) -> None:
-        if after:
-            await asyncio.wait(after, timeout=_END_S)
-        for request_id in request_ids:
-            # Another caller may have gone on with it.
-            if any(request_id in caller.conversations for caller in self._callers.values()):
-                continue
-            try:
-                async with asyncio.timeout(_END_S):
-                    await self._server.release(request_id)
-            # Nobody is there to be told.
-            except Exception as error:
-                self.stats.num_release_failures += 1
-                logger.warning("request %r could not be released: %s: %s", request_id, type(error).__name__, error)
-
-    # Callers
-
-    def _part_from(self, caller: Caller) -> None:
-        """Ends what a caller has under way, and its conversations."""
-        del self._callers[caller.identity]
-        caller.cancel_all()
-        self._release_later(caller, list(caller.conversations), caller.tasks)
-
-    def _part_from_vanished(self, caller: Caller) -> None:
-        self.stats.num_vanished += 1
-        logger.warning("%s is gone without a goodbye; its requests end", caller.name)
-        self._part_from(caller)
-
-    def _tick(self) -> None:
-        """Gives everybody a sign of life, and parts from those who are not there to take it.
-
-        A process that is there may stand still, as one that trains does, for sixty times as long.
-        """
-        if self._mailbox is None or self._ended.is_set():
-            return
-        self._mailbox.drain()
-        for caller in list(self._callers.values()):
-            caller.num_silent_ticks = 0 if caller.has_spoken else caller.num_silent_ticks + 1
-            caller.has_spoken = False
-            is_there = self._send(caller.identity, wire.Pong(self._version))
-            if not is_there or caller.num_silent_ticks > _STUCK_TICKS:
-                self._part_from_vanished(caller)
-        self._timer = asyncio.get_running_loop().call_later(self._silence_s / wire.TICKS, self._tick)
-
-    async def _close_after_shutdown(self, caller: Caller) -> None:
-        """Lets the server's last errors reach their callers, and ends."""
-        tasks = set[asyncio.Task[None]]().union(*(other.tasks for other in self._callers.values()))
-        if tasks:
-            await asyncio.wait(tasks, timeout=_END_S)
-        if self._callers.get(caller.identity) is caller:
-            self._part_from(caller)
-        await self.close()
