@@ -19,7 +19,7 @@ from ostinato_trainer.config.strategy_checks import strategy_problems
 from ostinato_trainer.errors import ConfigError
 from ostinato_trainer.placement.checks import executor_problems
 
-__all__ = ["check_runnable", "consistency_problems", "problems_text", "template_problems"]
+__all__ = ["check_runnable", "consistency_problems", "problems_text", "runnable_problems", "template_problems"]
 
 logger = logging.getLogger(__name__)
 
@@ -144,16 +144,12 @@ def template_problems(apply_chat_template_kwargs: Collection[str]) -> list[str]:
     ]
 
 
-def check_runnable(config: Config) -> None:
-    """Refuse what this version cannot run, all of it in one message.
-
-    Raises:
-        ConfigError: naming every key that must be given or changed, the reason and the cure.
-    """
+def runnable_problems(config: Config) -> list[str]:
+    """Sentences about what this version cannot run, each with the key that must be given or changed; empty where it can."""
     # The engine's class is loaded to be asked; a configuration that is only read needs none.
     from ostinato_trainer.rollout_engine import engine_problems
 
-    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    trainer = config.trainer
     problems = consistency_problems(config)
     if config.actor_rollout_ref.model.path is None:
         problems.append(
@@ -177,12 +173,24 @@ def check_runnable(config: Config) -> None:
             f"trainer.best_metric must be measured in the run, got {trainer.best_metric} without validation; "
             "write data.val_files=PATH and trainer.test_freq, a divisor of trainer.save_freq"
         )
-    problems += engine_problems(config)
-    problems += executor_problems(config)
-    problems += strategy_problems(config)
-    problems += missing_algorithms(config)
-    if problems:
+    return [
+        *problems,
+        *engine_problems(config),
+        *executor_problems(config),
+        *strategy_problems(config),
+        *missing_algorithms(config),
+    ]
+
+
+def check_runnable(config: Config) -> None:
+    """Refuse what this version cannot run, all of it in one message.
+
+    Raises:
+        ConfigError: naming every key that must be given or changed, the reason and the cure.
+    """
+    if problems := runnable_problems(config):
         raise ConfigError(problems_text(problems))
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     if (stale := uncorrected_staleness(config)) is not None:
         logger.warning("%s", stale)
     if trainer.min_group_size == 1 < rollout.n and uses_groups(config):

@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +20,10 @@ from ostinato_engines.device import HOST, host_threads
 from ostinato_tokenization import ChatTokenizer, encode_training_conversation
 from ostinato_tools import ToolExecutor, load_tools
 from ostinato_trainer.checkpoints.whole_folder import writing_below
-from ostinato_trainer.errors import CheckpointError
+from ostinato_trainer.config import Config
+from ostinato_trainer.config.checks import problems_text, runnable_problems
+from ostinato_trainer.config.loading import load_config, load_tree
+from ostinato_trainer.errors import CheckpointError, ConfigError
 from ostinato_trainer.home_paths import home_path
 from ostinato_trainer.progress import step_progress
 from ostinato_trainer.quickstart import files
@@ -60,11 +64,13 @@ def run_quickstart(
         overrides: Configuration overrides for the reinforcement learning.
 
     Raises:
+        ConfigError: An override cannot be used; nothing is made then.
         CheckpointError: `output` holds something already or cannot be made.
         MissingExtraError: The extra quickstart is not installed.
     """
     require_drawing()
     output = home_path(output, "--output", CheckpointError).absolute()
+    check_overrides(output, seed=seed, overrides=overrides)
     try:
         output.mkdir(parents=True, exist_ok=True)
         occupied = any(output.iterdir())
@@ -85,6 +91,20 @@ def run_quickstart(
         make_warm_start(output, seed=seed, settings=warm_start, console=console)
         _train(output, overrides=overrides, console=console)
     print_report(output, console)
+
+
+def check_overrides(output: Path, *, seed: int, overrides: tuple[str, ...]) -> None:
+    """Refuse overrides that the run could not be trained with, before a minute of warm start.
+
+    Raises:
+        ConfigError: Naming what must be changed.
+    """
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yaml"
+        OmegaConf.save(_config(output, seed), file)
+        config, _ = load_tree(Config, file, overrides)
+    if problems := runnable_problems(config):
+        raise ConfigError(problems_text(problems))
 
 
 def make_files(output: Path, *, seed: int) -> int:
@@ -193,7 +213,6 @@ def make_warm_start(output: Path, *, seed: int, settings: SftSettings, console: 
 def _train(output: Path, *, overrides: tuple[str, ...], console: Console) -> None:
     """GRPO by the written configuration, with a bar instead of a log."""
     from ostinato_trainer.assembly import run_training
-    from ostinato_trainer.config.loading import load_config
 
     config = load_config([output / "config.yaml"], ["trainer.logger=[jsonl]", *overrides])
     with step_progress(console) as progress:
