@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 
 from ostinato_engines import device as devices
 from ostinato_engines.errors import WeightPeerLostError, WeightUpdateError, WeightUpdateTimeoutError
+from ostinato_engines.network import address_towards
 from ostinato_engines.weight_routes import CollectiveRoute, WeightPlace
 
 _POLL_S = 0.02
@@ -155,8 +156,12 @@ class WeightGroup:
             make: Any = dist.ProcessGroupGloo
             options = make._Options()
             options._timeout = timeout
-            found = make.create_device(interface=route.interface) if route.interface else make.create_default_device()
-            options._devices = [found]
+            where = (
+                {"interface": route.interface}
+                if route.interface
+                else {"hostname": address_towards(route.host, route.port)}
+            )
+            options._devices = [make.create_device(**where)]
             group = make(store, self._rank, route.world_size, options)
         held = [group]
         del group  # see `close`

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,14 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 
 from ostinato_engines import WeightManifest, WeightPlace
 from ostinato_engines.device import CUDA, collect_shared_memory, empty_cache, place_of, set_device
+from ostinato_engines.network import interface_towards
 from ostinato_trainer.backends.base import EntropyMode, LossFn, LossOutput, OptimizerStats
 from ostinato_trainer.backends.ranks.base import RankAddress, RankBackend, RankCritic, RankFactory, RankPlace
 from ostinato_trainer.backends.ranks.outlets import SendOrder, WeightOutlets
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError
+
+_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 
 
 class RankHost:
@@ -171,10 +175,10 @@ def join(address: RankAddress) -> torch.device:
     on_cuda = device.type == CUDA
     if on_cuda:
         set_device(device)
-    elif address.interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = address.interface
     timeout = timedelta(seconds=address.timeout_s)
     try:
+        if not on_cuda:
+            _choose_interface(address)
         store = TCPStore(address.store_host, address.store_port, is_master=False, timeout=timeout)
         dist.init_process_group(
             "nccl" if on_cuda else "gloo",
@@ -184,9 +188,18 @@ def join(address: RankAddress) -> torch.device:
             timeout=timeout,
             device_id=device if on_cuda else None,
         )
-    except (RuntimeError, ValueError) as error:  # torch's DistError and DistStoreError are RuntimeErrors
+    except (RuntimeError, ValueError, OSError) as error:  # torch's DistError and DistStoreError are RuntimeErrors
         raise BackendError(
             f"rank {address.rank} of {address.world_size} must meet the others at {address.store_host}:{address.store_port} "
             f"within {address.timeout_s:g} s, got {error}; look at the first error of another rank"
         ) from error
     return device
+
+
+def _choose_interface(address: RankAddress) -> None:
+    """Has gloo say an address to the others that leads here from where they are: by itself it takes what this host's name stands for."""
+    chosen = address.interface
+    if chosen is None and not os.environ.get(_INTERFACE):
+        chosen = interface_towards(address.store_host, address.store_port)
+    if chosen is not None:
+        os.environ[_INTERFACE] = chosen
