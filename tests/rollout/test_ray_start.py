@@ -57,6 +57,16 @@ def test_a_cluster_that_is_always_too_slow_is_an_error(starts):
     assert not any(is_running(process.pid) for process in starts.begun)
 
 
+def test_a_cluster_that_wants_a_token_is_said_to(starts):
+    """Ray's own error says that it could not connect, and why only in its cause."""
+    error = ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379")
+    error.__cause__ = RuntimeError("Last connection error: AuthenticationError: RPC error: InvalidAuthToken: missing")
+    starts.errors.append(error)
+    message = r"Failed to connect .*; the cluster wants a token: set RAY_AUTH_MODE=token"
+    with pytest.raises(ClusterError, match=message), connected(address="10.0.0.1:6379"):
+        pass
+
+
 def test_other_errors_of_a_start_are_not_tried_again(starts):
     """A setting that Ray refuses is refused again; also a bare Exception of it is an error of the cluster."""
     starts.errors.extend([Exception("no such thing"), ValueError("no such setting")])
@@ -64,3 +74,23 @@ def test_other_errors_of_a_start_are_not_tried_again(starts):
         with pytest.raises(ClusterError, match=what), connected():
             pass
     assert len(starts.begun) == 2
+
+
+async def test_a_wait_for_places_ends_once_it_is_in_vain(monkeypatch):
+    """What looks meanwhile whether the cluster still has them ends the wait with its error, long before the deadline; nothing stays reserved."""
+    freed = []
+    group = SimpleNamespace(wait=lambda timeout_s: False)
+    monkeypatch.setattr(cluster, "placement_group", lambda bundles, strategy: group)
+    monkeypatch.setattr(cluster, "remove_placement_group", freed.append)
+    monkeypatch.setattr(cluster, "free_resources", lambda: "0 CPU")
+    monkeypatch.setattr(cluster, "_LOOK_S", 0.0)
+    looks = iter([None, None, ValueError("a node is gone")])
+
+    def check() -> None:
+        error = next(looks)
+        if error is not None:
+            raise error
+
+    with pytest.raises(ValueError, match="a node is gone"):
+        await cluster.reserve([{"CPU": 1.0}], timeout_s=3600.0, check=check)
+    assert freed == [group]

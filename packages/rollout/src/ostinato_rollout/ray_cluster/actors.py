@@ -217,10 +217,14 @@ class ActorProcess:
             cause = error.cause
             if isinstance(cause, Exception) and not isinstance(cause, RayError):
                 raise cause from None
-            raise ClusterError(f"{method} of actor {self._body.__name__} must end well, got {error}") from error
+            raise ClusterError(f"{method} of {self._name()} must end well, got {error}") from error
         except RayError as error:
             kind = ActorLostError if isinstance(error, RayActorError) else ClusterError
-            raise kind(f"actor {self._body.__name__} must answer {method}, got that {ray_in_short(error)}") from error
+            raise kind(f"{self._name()} must answer {method}, got that {ray_in_short(error)}") from error
+
+    def _name(self) -> str:
+        """What it is and on which host, once that is known, for people: Ray does not always say."""
+        return f"actor {self._body.__name__}" + ("" if self.place is None else f" on {self.place.host}")
 
     async def standing(self, timeout_s: float = _STANDING_S) -> tuple[str, str]:
         """Where the actor's event loop is, in a few words and as a stack, also while it stands still; empty if nothing is heard."""

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -31,6 +31,8 @@ NUM_STARTS = 3
 _TOO_SLOW = "timed out during startup"
 """Of what Ray says then."""
 _POLL_S = 0.5
+_LOOK_S = 2.0
+"""Between two looks whether it is still worth waiting."""
 
 
 class ClusterNode(msgspec.Struct, frozen=True):
@@ -98,12 +100,28 @@ def init_ray(options: Mapping[str, Any]) -> None:
         except Exception as error:  # Ray raises anything, a bare Exception where its node was too slow
             if number == NUM_STARTS or _TOO_SLOW not in str(error):
                 raise ClusterError(
-                    f"a cluster must be reached at {options['address']}, got {ray_in_short(error)}; check the address and the settings for Ray"
+                    f"a cluster must be reached at {options['address']}, got {ray_in_short(error)}; {_cure(error)}"
                 ) from error
             logger.warning(
                 "the local cluster did not start in Ray's time, at attempt %d of %d; trying again", number, NUM_STARTS
             )
         _kill(descendants(os.getpid()) - before)
+
+
+def _cure(error: BaseException) -> str:
+    """What to do about an error of the connection. Ray says in a cause alone that a token was wanted, and joins no cluster at an address with one
+    unless it is told to."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if (
+            "InvalidAuthToken" in str(cause) or type(cause).__name__ == "AuthenticationError"
+        ):  # which older versions lack
+            return (
+                "the cluster wants a token: set RAY_AUTH_MODE=token for this command, and have the head's ~/.ray/auth_token here "
+                "(or its path in RAY_AUTH_TOKEN_PATH)"
+            )
+        cause = cause.__cause__
+    return "check the address and the settings for Ray"
 
 
 @contextlib.contextmanager
@@ -156,22 +174,43 @@ def cluster_nodes() -> list[ClusterNode]:
     return sorted(found, key=lambda node: node.node_id != own)
 
 
-async def reserve(bundles: Sequence[Mapping[str, float]], *, timeout_s: float) -> PlacementGroup:
+async def reserve(
+    bundles: Sequence[Mapping[str, float]], *, timeout_s: float, check: Callable[[], None] | None = None
+) -> PlacementGroup:
     """Bundles of one node, taken out of what is free; `free` gives them back. Also cancelled, it leaves none behind.
+
+    Args:
+        bundles: What each has, by Ray's names.
+        timeout_s: Longest wait for them.
+        check: Called now and then meanwhile; an error that it raises ends the wait.
 
     Raises:
         ClusterError: There was no room within the deadline; the message says what is free.
     """
     group = placement_group([dict(bundle) for bundle in bundles], strategy="STRICT_PACK")
-    deadline = time.monotonic() + timeout_s
+    start = looked = time.monotonic()
     try:
         while not await asyncio.to_thread(group.wait, _POLL_S):
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > start + timeout_s:
                 raise ClusterError(
                     f"{_bundles_text(bundles)} must be free on one node within {timeout_s:g} s, got {free_resources()} free in the whole cluster; "
                     "wait for other runs to end, or ask for less"
                 )
+            if now < looked + _LOOK_S:
+                continue
+            if looked == start:
+                logger.info(
+                    "waiting up to %g s for %s on one node, while %s are free in the whole cluster",
+                    timeout_s,
+                    _bundles_text(bundles),
+                    free_resources(),
+                )
+            looked = now
+            if check is not None:
+                check()
     except RayError as error:
+        free(group)
         raise ClusterError(
             f"{_bundles_text(bundles)} must be reserved, got {ray_in_short(error)}; see `ray status`"
         ) from error
