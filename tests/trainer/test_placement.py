@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 from ostinato_tokenization.testing import tiny_chat_tokenizer
 from ostinato_trainer.config import Config
 from ostinato_trainer.config.loading import load_config
+from ostinato_trainer.errors import ConfigError
 from ostinato_trainer.placement.checks import executor_problems
 from ostinato_trainer.placement.user_files import named_files
 
@@ -17,6 +21,7 @@ pytest.importorskip("ray")
 pytest.importorskip("zmq")
 
 from ostinato_rollout.ray_cluster import ClusterNode
+from ostinato_trainer.placement import places
 from ostinato_trainer.placement.agent_workers import RewardShare
 from ostinato_trainer.placement.layout import Layout, Machine, layout_of, missing_places
 
@@ -164,3 +169,42 @@ def test_workers_share_what_a_reward_may_take() -> None:
     share = RewardShare(config, tiny_chat_tokenizer(), 64, num_workers=3)()
     assert share._config.num_workers == 3
     assert share._config.max_rpm == 20
+
+
+@pytest.mark.parametrize("save_freq", [0, 1])
+async def test_ranks_that_do_not_share_the_folder_of_checkpoints_are_refused_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_freq: int
+) -> None:
+    """A host that does not see what this one writes there would be found out at the first checkpoint; without checkpoints it does not matter."""
+    folder = tmp_path / "run"
+    overrides = ("actor_rollout_ref.actor.strategy=fsdp2", f"trainer.default_local_dir={folder}", "trainer.device=cpu")
+    config = config_of(*overrides, f"trainer.save_freq={save_freq}", f"actor_rollout_ref.model.path={tmp_path}")
+    seen = []
+
+    async def missing(placement: object, paths: list[str], timeout_s: float) -> tuple[str, list[str]]:
+        seen.extend(Path(path).exists() for path in paths)
+        return "10.0.0.2", [path for path in paths if Path(path).parent == folder]
+
+    monkeypatch.setattr(places, "_missing", missing)
+    looking = places._check_files(config, layout_of(config, [CPUS]), [object()])
+    if save_freq:
+        with pytest.raises(ConfigError, match=r"default_local_dir must be a folder .* share.*10\.0\.0\.2 does not see"):
+            await looking
+        assert list(folder.iterdir()) == []
+    else:
+        await looking
+    assert all(seen)
+
+
+async def test_what_was_lost_is_noticed_while_places_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that has just gone may be counted at first; once it is not, nothing waits for it any more."""
+    nodes = iter([[CPUS], []])
+    monkeypatch.setattr(places, "cluster_nodes", lambda: next(nodes))
+
+    async def reserve(bundles: object, *, timeout_s: float, check: Callable[[], None]) -> None:
+        check()
+
+    monkeypatch.setattr(places, "reserve", reserve)
+    with pytest.raises(ConfigError, match="the cluster must have 1 CPU on one node for engines"):
+        async with places.reserved(config_of("trainer.device=cpu")):
+            pass

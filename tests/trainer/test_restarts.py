@@ -54,6 +54,16 @@ def test_too_many_losses_end_the_run_with_their_history(tmp_path: Path) -> None:
         run_with_restarts(config_of(tmp_path), attempts)
 
 
+@pytest.mark.parametrize("error", [ConfigError("the cluster must have 2 CPU"), ClusterError("2 CPU must be free")])
+def test_a_cluster_without_room_after_a_loss_ends_the_run_with_both(tmp_path: Path, error: Exception) -> None:
+    """What the places of the lost processes were, and what is missing now, are in one error."""
+    attempts = Attempts(RankDiedError("rank 1 on 10.0.0.3"), error)
+    with pytest.raises(
+        TrainingInterrupted, match=r"find places again .* 2 CPU.*It had lost: 1\. RankDiedError: rank 1 on 10\.0\.0\.3"
+    ):
+        run_with_restarts(config_of(tmp_path), attempts)
+
+
 def test_without_restarts_the_loss_itself_is_raised(tmp_path: Path) -> None:
     """`trainer.max_restarts=0` changes nothing about an error."""
     with pytest.raises(RankDiedError, match="it"):

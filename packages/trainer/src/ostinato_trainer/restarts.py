@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 
 from ostinato_rollout import NoReplicaError
-from ostinato_rollout.errors import ActorLostError
+from ostinato_rollout.errors import ActorLostError, ClusterError
 from ostinato_trainer.backends.ranks.workers import RankDiedError, RankExchangeError, RankTimeoutError
 from ostinato_trainer.config import Config
-from ostinato_trainer.errors import TrainingInterrupted
+from ostinato_trainer.errors import ConfigError, TrainingInterrupted
 
 __all__ = ["is_loss", "restart_metrics", "run_with_restarts"]
 
@@ -31,7 +31,7 @@ def run_with_restarts(config: Config, attempt: Callable[[Config, Sequence[str]],
     restarts so far.
 
     Raises:
-        TrainingInterrupted: Every attempt lost processes; the message has all causes.
+        TrainingInterrupted: Every attempt lost processes, or what is left of the cluster has no room; the message has all causes.
         Exception: What an attempt raised that is no loss, or the loss itself where no restart is allowed.
     """
     allowed, causes = config.trainer.max_restarts, []
@@ -39,13 +39,17 @@ def run_with_restarts(config: Config, attempt: Callable[[Config, Sequence[str]],
         try:
             return attempt(config, tuple(causes))
         except Exception as error:
+            if not is_loss(error) and causes and isinstance(error, (ConfigError, ClusterError)):
+                raise TrainingInterrupted(
+                    f"the run must find places again after it has lost processes, got {type(error).__name__}: {error}. It had lost: "
+                    f"{_listed(causes)}; bring back what is gone, and start the run again: it goes on from its newest checkpoint"
+                ) from error
             if not is_loss(error) or not allowed:
                 raise
             causes.append(f"{type(error).__name__}: {error}")
             if len(causes) > allowed:
-                history = "; ".join(f"{number}. {cause}" for number, cause in enumerate(causes, 1))
                 raise TrainingInterrupted(
-                    f"the run must lose processes at most {allowed} times (trainer.max_restarts), got {len(causes)}: {history}; "
+                    f"the run must lose processes at most {allowed} times (trainer.max_restarts), got {len(causes)}: {_listed(causes)}; "
                     "see to what ends them, and start the run again: it goes on from its newest checkpoint"
                 ) from error
             logger.warning(
@@ -56,6 +60,10 @@ def run_with_restarts(config: Config, attempt: Callable[[Config, Sequence[str]],
             )
         gc.collect()  # what the attempt held, cycles included, before the next one loads as much
         config = _going_on(config)
+
+
+def _listed(causes: Sequence[str]) -> str:
+    return "; ".join(f"{number}. {cause}" for number, cause in enumerate(causes, 1))
 
 
 def restart_metrics(causes: Sequence[str]) -> dict[str, float]:

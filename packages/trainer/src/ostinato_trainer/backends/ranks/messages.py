@@ -93,21 +93,25 @@ def request_of(method: str, arguments: tuple[Any, ...]) -> bytes:
         ) from error
 
 
-def error_of(failures: dict[int, Failure], num_ranks: int) -> Exception:
+def error_of(failures: dict[int, Failure], num_ranks: int, hosts: Sequence[str] = ()) -> Exception:
     """The error of the first rank that raised by itself, not because others were missing; it says where it was raised and by `ranks_in_step`
-    whether all ranks raised so. Where all that raised had waited for others, a `RankExchangeError` that names these."""
+    whether all ranks raised so. Where all that raised had waited for others, a `RankExchangeError` that names these, with the hosts of ranks."""
     own = [rank for rank, failure in failures.items() if not isinstance(failure.error, RankExchangeError)]
     first = min(own or failures)
-    error = failures[first].error if own else _missing(failures, first, num_ranks)
+    error = failures[first].error if own else _missing(failures, first, num_ranks, hosts)
     error.ranks_in_step = len(own) == num_ranks  # pyright: ignore[reportAttributeAccessIssue]  read by `call`
     error.add_note(f"raised on {named_ranks(own or list(failures))} of {num_ranks}")
     error.add_note(f"on rank {first}:\n{failures[first].traceback}")
     return error
 
 
-def _missing(failures: dict[int, Failure], first: int, num_ranks: int) -> RankExchangeError:
+def _missing(failures: dict[int, Failure], first: int, num_ranks: int, hosts: Sequence[str]) -> RankExchangeError:
     silent = [rank for rank in range(num_ranks) if rank not in failures]
-    who = f"{named_ranks(silent)} did not take part and gave no answer" if silent else "all ranks waited for each other"
+    who = (
+        f"{named_ranks(silent, hosts)} did not take part and gave no answer"
+        if silent
+        else "all ranks waited for each other"
+    )
     return RankExchangeError(
         f"ranks must take part in an exchange within actor_rollout_ref.nccl_timeout, but {who}; see whether a process was stopped or a host is out "
         f"of reach, or raise actor_rollout_ref.nccl_timeout. Rank {first} says: {failures[first].error}"
@@ -121,6 +125,7 @@ def _waited_in_vain(error: Exception) -> bool:
     return of_exchange and any(words in text for words in _OTHERS_ARE_GONE)
 
 
-def named_ranks(ranks: Sequence[int]) -> str:
-    """For people."""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+def named_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
+    """For people; with the host of each, where they are on several."""
+    named = [f"{rank} (on {hosts[rank]})" if hosts else str(rank) for rank in ranks]
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(named)

@@ -232,13 +232,18 @@ class RankActors:
             for each in (*waiting, *following):
                 each.cancel()
         if failures:
-            raise error_of(failures, len(asked))
+            raise error_of(failures, len(asked), self._hosts())
         if waiting:
             late = [number for number, answer in enumerate(asked) if answer in waiting]
+            who = named_ranks(late, self._hosts())
             raise RankTimeoutError(
-                f"{method} must be answered by all ranks within {self._call_timeout_s:g} s, but {named_ranks(late)} had not; see Ray's logs of them"
+                f"{method} must be answered by all ranks within {self._call_timeout_s:g} s, but {who} had not; see Ray's logs of them"
             )
         return [answer.result().value for answer in asked]
+
+    def _hosts(self) -> list[str]:
+        """Of the ranks, in order."""
+        return [rank.place.host if rank.place is not None else "no host yet" for rank in self._ranks]
 
     def _result(self, method: str, number: int, answer: asyncio.Future[Any]) -> Answer | Failure:
         try:
