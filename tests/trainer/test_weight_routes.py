@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from ostinato_engines import WeightPlace
 from ostinato_engines.loading import load_server_class
@@ -118,6 +120,45 @@ async def test_every_bit_arrives_along_the_route_and_the_log_says_which(quicksta
         assert caplog.text.count(f"to replica(s) 0, 1 {said}") == 3
         assert "did not get the weights along its route" not in caplog.text
         assert [server.routes for server in pool.servers] == [[way] * 3] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None or torch.cuda.is_available(),
+    reason="no megatron.core here, or a GPU; .ci/megatron.py makes an environment for CPUs",
+)
+@WAYS
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+async def test_shares_of_megatrons_ranks_arrive_whole(
+    quickstart_home, way, tensor, pipeline, caplog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both engines have, along the route and with every bit, the folder's tensors, which two ranks of Megatron share by rows or by layers; the second
+    rank sends, too, where there are sockets."""
+    beside = str(Path(__file__).parent)
+    monkeypatch.syspath_prepend(beside)
+    monkeypatch.setenv("PYTHONPATH", beside)
+    import megatron_on_cpu  # pyright: ignore[reportMissingImports]
+
+    from ostinato_trainer.backends.megatron.options import MegatronOptions, MegatronRankFactory
+    from ostinato_trainer.backends.megatron.shape import MegatronLayout
+
+    layout = MegatronLayout(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline)
+    model = str(quickstart_home / "model")
+    factory = MegatronRankFactory(path=model, options=MegatronOptions(layout=layout, total_steps=4))
+    async with two_engines(quickstart_home) as pool:
+        expected = (await digests(pool))[0]
+        workers = RankProcesses(RankProcessOptions(num_ranks=2))
+        group = await asyncio.to_thread(RankGroup, workers, megatron_on_cpu.OnCPU(factory))
+        try:
+            send_by(way, group)
+            for version in (1, 2):
+                zero(pool)
+                await check_sync(group, pool, version)
+                assert await digests(pool) == [expected] * 2
+            assert "did not get the weights along its route" not in caplog.text
+            assert [server.routes for server in pool.servers] == [[way] * 2] * 2
+        finally:
+            await asyncio.to_thread(group.close)
 
 
 @pytest.mark.slow
