@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import torch
@@ -35,7 +36,7 @@ from ostinato_trainer.algorithms.value_loss import value_loss  # noqa: E402
 from ostinato_trainer.backends.base import EntropyMode  # noqa: E402
 from ostinato_trainer.backends.critic import LocalCritic  # noqa: E402
 from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions  # noqa: E402
-from ostinato_trainer.backends.megatron import core  # noqa: E402
+from ostinato_trainer.backends.megatron import core, files  # noqa: E402
 from ostinato_trainer.backends.megatron.critic import MegatronCritic  # noqa: E402
 from ostinato_trainer.backends.megatron.options import MegatronOptions  # noqa: E402
 from ostinato_trainer.backends.megatron.rank import MegatronRank  # noqa: E402
@@ -58,6 +59,7 @@ OPTIMIZER = {
 """A key's bias has no gradient but rounding; this eps keeps AdamW from making steps of it."""
 LOSS = policy_loss_fn(PolicyLossOptions(entropy_coeff=0.01))
 PLAIN_LOSS = policy_loss_fn(PolicyLossOptions())
+GENERATION = '{"temperature": 0.6, "top_p": 0.9}\n'
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -99,6 +101,7 @@ def make_models(folder: Path) -> None:
                 if parameter.dim() == 1:
                     parameter.add_(0.1 * torch.randn_like(parameter))
         model.save_pretrained(folder / name)
+        (folder / name / "generation_config.json").write_text(GENERATION)
 
 
 def mini_batch(seed: int = 0, num_sequences: int = 7) -> Batch:
@@ -356,6 +359,7 @@ def checkpoints(runs: Runs, first: tuple[int, int], second: tuple[int, int]) -> 
     rank.save_hf(folder)
     dist.barrier()
     exported = local_weights(runs.local(folder))
+    unexported = refusal(lambda: export_badly(rank, runs.folder / f"bad {name}"))
     rank.load(nothing)
     back_at_start = apart(weights_of(rank), at_start)
 
@@ -379,6 +383,8 @@ def checkpoints(runs: Runs, first: tuple[int, int], second: tuple[int, int]) -> 
     begun_here.load(directory)
     return {
         "unwritable": unwritable,
+        "unexported": unexported,
+        "generation": (folder / "generation_config.json").read_text() == GENERATION,
         "other_reference": refusal(lambda: begun_elsewhere.load(directory)),
         "same_reference": apart(weights_of(begun_here), saved),
         "expected": expected,
@@ -393,6 +399,12 @@ def checkpoints(runs: Runs, first: tuple[int, int], second: tuple[int, int]) -> 
         "version": other.policy_version,
         "files": sorted(path.name for path in directory.iterdir()),
     }
+
+
+def export_badly(rank: MegatronRank, folder: Path) -> None:
+    """An export in which the first rank meets an error that is none of the disk's."""
+    with mock.patch.object(files, "copy_generation_config", side_effect=ValueError("top_p is 7")):
+        rank.save_hf(folder)
 
 
 def skipping(runs: Runs, tensor: int, pipeline: int) -> dict[str, Any]:
@@ -416,6 +428,10 @@ def skipping(runs: Runs, tensor: int, pipeline: int) -> dict[str, Any]:
         backend.forward_backward(parts, PLAIN_LOSS, temperature=TEMPERATURE)
     local.optimizer.num_steps = 2
     sound, expected = rank.optimizer_step(), local.optimizer_step()
+    rank.forward_backward(share_of(rank, batch), PLAIN_LOSS, temperature=TEMPERATURE)
+    beyond = dataclasses.replace(batch, token_ids=batch.token_ids + VOCABULARY)
+    vocabulary = refusal(lambda: rank.forward_backward([beyond], PLAIN_LOSS))
+    after_refusal = str(rank.optimizer_step().reason)
     reference = rank.log_probs(share_of(rank, batch), temperature=TEMPERATURE, reference=True)
     policy = rank.log_probs(share_of(rank, batch), temperature=TEMPERATURE, loss_tokens_only=True)
     first = runs.local(model).log_probs(batch, temperature=TEMPERATURE)
@@ -443,11 +459,8 @@ def skipping(runs: Runs, tensor: int, pipeline: int) -> dict[str, Any]:
                 [batch.with_columns(position_ids=torch.zeros_like(batch.token_ids))], temperature=1.0
             )
         ),
-        "vocabulary": refusal(
-            lambda: rank.forward_backward(
-                [dataclasses.replace(batch, token_ids=batch.token_ids + VOCABULARY)], PLAIN_LOSS
-            )
-        ),
+        "vocabulary": vocabulary,
+        "after_refusal": after_refusal,
     }
 
 
@@ -485,6 +498,15 @@ def one_rank(runs: Runs) -> dict[str, Any]:
         "rate": refusal(lambda: runs.ranks("qwen3", lr=-1.0)),
         "pads": full.pads_sequences,
     }
+
+
+def far(runs: Runs, model: str) -> dict[str, float]:
+    """Log-probabilities of the last tokens of 20,000, beside one device."""
+    ids = torch.randint(0, VOCABULARY, (20_000,), generator=torch.Generator().manual_seed(0)).tolist()
+    batch = Batch.from_segments([Segment(ids[:-100], ids[-100:], [1] * 100, None, "g", "t", 0.0)])
+    (ours,) = runs.ranks(model).log_probs([batch], temperature=TEMPERATURE, loss_tokens_only=True)
+    theirs = runs.local(model).log_probs(batch, temperature=TEMPERATURE, loss_tokens_only=True)
+    return {"difference": float((ours - theirs).abs().max()), "spread": float(theirs[-100:].std())}
 
 
 def memory(runs: Runs) -> dict[str, Any]:
@@ -525,11 +547,13 @@ SCENARIOS: dict[int, dict[str, Callable[[Runs], dict[str, Any]]]] = {
         "one rank": one_rank,
         "critic in 16 bits": lambda runs: critics(runs, (1, 1), (1, 1), dtype="bfloat16"),
         "memory": memory,
+        "far": lambda runs: far(runs, "llama3"),
     },
     2: {
         **{f"logits {model}": (lambda runs, model=model: logits(runs, model, 2)) for model in MODELS},
         "training tp2": lambda runs: training(runs, "qwen3_tied", 2, 1),
         "training tp2 whole": lambda runs: training(runs, "llama", 2, 1, sequence_parallel=False),
+        "training tp2 whole norms": lambda runs: training(runs, "qwen3", 2, 1, sequence_parallel=False),
         "training pp2": lambda runs: training(runs, "qwen2_tied", 1, 2),
         "training dp2": lambda runs: training(runs, "llama3", 1, 1),
         "checkpoint tp2 to dp2": lambda runs: checkpoints(runs, (2, 1), (1, 1)),
@@ -544,6 +568,7 @@ SCENARIOS: dict[int, dict[str, Callable[[Runs], dict[str, Any]]]] = {
     4: {
         "training tp2 pp2": lambda runs: training(runs, "qwen2", 2, 2),
         "training tp2 dp2": lambda runs: training(runs, "qwen3_tied", 2, 1, enable_gradient_checkpointing=True),
+        "training pp2 dp2 tied": lambda runs: training(runs, "qwen2_tied", 1, 2),
         "training pp2 dp2": lambda runs: training(runs, "llama", 1, 2, enable_gradient_checkpointing=True),
     },
 }

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ostinato_trainer.backends.megatron.mapping import Block, Part, Split
+from ostinato_trainer.backends.megatron.mapping import EMBEDDING, HEAD, Block, Part, Split
 from ostinato_trainer.backends.megatron.pretrained import PretrainedTensors
 from ostinato_trainer.errors import BackendError
 
@@ -52,3 +52,23 @@ def test_a_head_of_several_numbers_is_refused(tmp_path: Path) -> None:
     pretrained = folder_with(tmp_path, **{WEIGHT: torch.zeros(3, 8)})
     with pytest.raises(BackendError, match=r"score\.weight of shape \[1, 8\], got shape \[3, 8\].*critic\.model\.path"):
         pretrained.of_block(end_of(*pretrained.value_head(8)))
+
+
+def test_an_output_layer_beside_the_embedding_that_it_should_be_is_refused(tmp_path: Path) -> None:
+    """Where both are stored and differ, nobody can say which is meant; a copy of the embedding, or nothing, is taken."""
+    rows = torch.arange(32.0).view(4, 8)
+    folder_with(tmp_path, **{EMBEDDING: rows}).check_tied()
+    folder_with(tmp_path, **{EMBEDDING: rows, HEAD: rows.clone()}).check_tied()
+    pretrained = folder_with(tmp_path, **{EMBEDDING: rows, HEAD: rows + 1.0})
+    with pytest.raises(
+        BackendError, match=r"embed_tokens\.weight and lm_head\.weight.*got two that differ.*critic\.model\.path"
+    ):
+        pretrained.check_tied()
+
+
+@pytest.mark.parametrize("index", ["[]", "null", '{"weight_map": []}', '{"weight_map": {"model.norm.weight": 1}}', "{"])
+def test_an_index_that_is_none_is_refused(tmp_path: Path, index: str) -> None:
+    """Whatever stands in it, it is an error with the key."""
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(BackendError, match=r"must hold readable weights.*check critic\.model\.path"):
+        PretrainedTensors(tmp_path, key="critic.model.path")

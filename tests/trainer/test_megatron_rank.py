@@ -18,7 +18,7 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).parent / "megatron_ranks.py"
-RANKS_S = 300
+RANKS_S = 500
 LOG_PROBS, METRICS, GRAD_NORM, WEIGHTS = 5e-6, 5e-6, 2e-6, 2e-6
 """How far float32 may be apart: absolute, absolute, relative, absolute after five steps of 1e-3."""
 
@@ -120,6 +120,13 @@ def test_two_tensor_ranks_have_the_logits_of_transformers(run_ranks: RunRanks, m
         assert answer["turned"] > 0.1 * answer["scale"]
 
 
+def test_positions_far_out_are_those_of_transformers(run_ranks: RunRanks) -> None:
+    """Log-probabilities behind 20,000 tokens are one device's, with the frequencies of Llama 3, each scaled by itself."""
+    (answer,) = _scenario(run_ranks(1), "far")
+    assert answer["difference"] < LOG_PROBS
+    assert answer["spread"] > 0.1
+
+
 @pytest.mark.parametrize(
     ("world_size", "name", "data_size"),
     [
@@ -127,10 +134,12 @@ def test_two_tensor_ranks_have_the_logits_of_transformers(run_ranks: RunRanks, m
         (1, "training again", 1),
         (2, "training tp2", 1),
         (2, "training tp2 whole", 1),
+        (2, "training tp2 whole norms", 1),
         (2, "training pp2", 1),
         (2, "training dp2", 2),
         (4, "training tp2 pp2", 1),
         (4, "training tp2 dp2", 2),
+        (4, "training pp2 dp2 tied", 2),
         (4, "training pp2 dp2", 2),
     ],
 )
@@ -159,7 +168,7 @@ def test_any_layout_trains_like_one_device(run_ranks: RunRanks, world_size: int,
 def test_a_checkpoint_goes_on_in_another_layout(run_ranks: RunRanks, name: str) -> None:
     """Weights and moments are loaded bit for bit by other layouts, which then take the same steps; also back from before the first step. A damaged or
     absent checkpoint, one of a run with another reference, and a folder that cannot be written are refused on all ranks and change nothing. The
-    exported folder holds the same weights."""
+    exported folder holds the same weights and says the same of sampling; an export in which the first rank meets any error is one on all."""
     for answer in _scenario(run_ranks(2), f"checkpoint {name}"):
         assert answer["loaded"] == answer["exported"] == answer["back_at_start"] == answer["same_reference"] == 0.0
         assert answer["got"] == answer["expected"]
@@ -169,6 +178,8 @@ def test_a_checkpoint_goes_on_in_another_layout(run_ranks: RunRanks, name: str) 
         assert answer["refused"].startswith("CheckpointError: checkpoint must hold a whole layer_00001.safetensors")
         assert answer["missing"].startswith("CheckpointError: checkpoint must hold a valid megatron.json")
         assert answer["unwritable"].startswith("OSError: embedding could not be written")
+        assert answer["unexported"].startswith("OSError: the model could not be written")
+        assert answer["generation"] is True
         assert "must name the weights that the run began with" in answer["other_reference"]
         assert answer["files"] == [
             "embedding.safetensors",
@@ -200,12 +211,13 @@ def test_a_step_that_cannot_be_taken_is_skipped_on_all_ranks(run_ranks: RunRanks
 
 @pytest.mark.parametrize("name", ["tp2", "pp2", "dp2"])
 def test_bad_input_is_refused_on_all_ranks(run_ranks: RunRanks, name: str) -> None:
-    """What cannot be computed is an error with its name before ranks wait for each other."""
+    """What cannot be computed is an error with its name before ranks wait for each other; no gradient is left behind."""
     for answer in _scenario(run_ranks(2), f"skipping {name}"):
         assert "keep_reference must be true" in answer["no_reference"]
         assert "temperature must be above 0" in answer["temperature"]
         assert answer["positions"].startswith("BatchError: position_ids must be absent")
         assert answer["vocabulary"].startswith("BatchError: token ids must be below the model's vocabulary of 96")
+        assert answer["after_refusal"] == "no token was trained on"
 
 
 def test_16_bits_keep_their_steps_in_32(run_ranks: RunRanks) -> None:
@@ -230,6 +242,8 @@ def test_a_critic_learns_as_on_one_device(run_ranks: RunRanks, name: str) -> Non
             assert part["grad_norm"] < GRAD_NORM
         assert answer["policy_moved"] == 0.0
         assert answer["is_policy"].startswith("CheckpointError: checkpoint must fit the model")
+        assert "/score." in answer["is_policy"]
+        assert "must be absent, got (1," in answer["is_policy"]
 
 
 def test_a_critic_in_16_bits_is_near_one_device(run_ranks: RunRanks) -> None:

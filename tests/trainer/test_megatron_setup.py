@@ -110,7 +110,7 @@ def test_a_critic_is_split_as_the_policy_is(tmp_path: Path) -> None:
     narrow.mkdir()
     (narrow / "config.json").write_text(json.dumps({**MODEL, "num_key_value_heads": 1}))
     (problem,) = megatron_problems(config_of(tmp_path, *keys, f"critic.model.path={narrow}"))
-    assert "the key-value heads of the model, got 2 with 1" in problem
+    assert "the key-value heads of the critic, got 2 with 1" in problem
 
 
 def test_an_absent_megatron_is_said_with_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +137,28 @@ def test_keys_of_other_systems_are_told_why_they_are_none(tmp_path: Path, key: s
     """What is known of Megatron elsewhere and has no effect here is an error that says why."""
     with pytest.raises(ConfigError, match="is not a key: "):
         config_of(tmp_path, f"actor_rollout_ref.actor.megatron.{key}=true")
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("tensor_parallel_size", "tensor_model_parallel_size"),
+        ("tp_size", "tensor_model_parallel_size"),
+        ("pp_size", "pipeline_model_parallel_size"),
+    ],
+)
+def test_short_names_of_the_layout_are_told_the_key_beside_them(tmp_path: Path, key: str, meant: str) -> None:
+    """Not the engine's of the same name."""
+    prefix = "actor_rollout_ref.actor.megatron"
+    with pytest.raises(ConfigError, match=f"write {prefix}.{meant}$"):
+        config_of(tmp_path, f"{prefix}.{key}=2")
+
+
+def test_a_folder_that_holds_no_model_is_a_problem_and_no_crash(tmp_path: Path) -> None:
+    """A config.json with a number that no model has is a sentence with the key."""
+    (problem,) = megatron_problems(config_of(tmp_path, model={**MODEL, "num_attention_heads": 0}))
+    assert "num_attention_heads must be at least 1" in problem
+    assert "fix actor_rollout_ref.model.path" in problem
 
 
 @pytest.mark.parametrize(("tensor", "is_unread"), [(1, True), (2, False)])

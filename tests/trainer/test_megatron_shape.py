@@ -59,6 +59,32 @@ def test_what_is_not_mapped_is_refused_by_name(change: dict[str, Any], named: st
     assert "strategy=fsdp2" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
+        ({"vocab_size": "many"}, "many"),
+        ({"intermediate_size": None}, "TypeError"),
+        ({"rope_scaling": ["linear"]}, "AttributeError"),
+        ({"partial_rotary_factor": "half"}, "half"),
+        ({"pad_token_id": 128}, "pad_token_id must be below the vocabulary of 128, got 128"),
+        ({"pad_token_id": -129}, "pad_token_id must be below the vocabulary of 128, got -129"),
+    ],
+)
+def test_numbers_that_make_no_model_are_refused(change: dict[str, Any], named: str) -> None:
+    """What is no number, or none that a model can have, is an error with the key of the folder; another row of the embedding is never taken for the
+    padding token's."""
+    with pytest.raises(BackendError, match=named) as refused:
+        DecoderShape.from_config({**QWEN3, **change})
+    assert "fix actor_rollout_ref.model.path" in str(refused.value)
+
+
+def test_a_padding_token_may_be_counted_from_the_end() -> None:
+    """As `transformers` counts it."""
+    assert DecoderShape.from_config({**QWEN3, "pad_token_id": -1}).padding_id == 127
+
+
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3"])
 def test_rotary_positions_that_depend_on_the_configuration_alone_are_taken(kind: str) -> None:
     """Scaling that is fixed by the configuration is mapped."""
@@ -100,5 +126,10 @@ def test_a_folder_is_read_before_anything_starts(tmp_path: Path) -> None:
     config.write_text(json.dumps({name: value for name, value in QWEN3.items() if name != "hidden_size"}))
     with pytest.raises(BackendError, match="hidden_size"):
         DecoderShape.from_folder(tmp_path)
+    config.write_text("[]")
+    with pytest.raises(
+        BackendError, match=r"config\.json must describe a causal language model.*fix critic\.model\.path"
+    ):
+        DecoderShape.from_folder(tmp_path, key="critic.model.path")
     config.write_text(json.dumps(QWEN3))
     assert DecoderShape.from_folder(tmp_path) == DecoderShape.from_config(QWEN3)

@@ -56,9 +56,9 @@ class MegatronCritic:
         folder = home_path(path, _PATH_KEY, BackendError)
         path = folder if folder.is_dir() else path
         config, pretrained = model_config(path, key=_PATH_KEY), PretrainedTensors(path, key=_PATH_KEY)
-        shape = DecoderShape.from_config(config.to_dict())
+        shape = DecoderShape.from_config(config.to_dict(), key=_PATH_KEY)
         shape = shape.with_value_head(pretrained.value_head(shape.hidden_size))
-        options.layout.check(shape, dist.get_world_size())
+        options.layout.check(shape, dist.get_world_size(), of="the critic")
         source = ModelSource(pretrained, shape, rotary_frequencies(config))
         options = msgspec.structs.replace(options, keep_reference=False)
         self._training = MegatronTraining(source, options, groups, device, cures=_CURES)

@@ -7,6 +7,7 @@ float32 weights and their moments, and `megatron.json` with the counters: no pic
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,11 +26,16 @@ from ostinato_trainer.errors import CheckpointError
 
 _FORMAT = "ostinato-megatron-1"
 _COUNTERS = "megatron.json"
+_GENERATION = "generation_config.json"
 _SHARD_BYTES = 4 * 2**30
 
 
 def copy_generation_config(source: str | Path, directory: Path) -> None:
-    """Puts what a model folder or hub id says of sampling, where it says anything, into a directory that exists."""
+    """Puts what a model folder, unchanged, or a hub id says of sampling, where it says anything, into a directory that exists."""
+    if (folder := Path(source)).is_dir():
+        with suppress(FileNotFoundError):
+            shutil.copyfile(folder / _GENERATION, directory / _GENERATION)
+        return
     from transformers import GenerationConfig
 
     with suppress(OSError):  # there is none
@@ -82,8 +88,9 @@ def check_block(directory: Path, block: Block, *, has_moments: bool) -> None:
     differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if differing:
         name = differing[0]
+        wanted = f"be of shape {expected[name]}" if name in expected else "be absent"
         raise CheckpointError(
-            f"checkpoint must fit the model: {name} must be of shape {expected.get(name)}, got {found.get(name)} in {path}; "
+            f"checkpoint must fit the model: {name} must {wanted}, got {found.get(name, 'none')} in {path}; "
             "resume with the model that was saved"
         )
 

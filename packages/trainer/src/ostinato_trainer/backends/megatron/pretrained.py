@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ostinato_engines.device import HOST
 from ostinato_trainer.backends.causal_lm import load_causal_lm
-from ostinato_trainer.backends.megatron.mapping import Block
+from ostinato_trainer.backends.megatron.mapping import EMBEDDING, HEAD, Block
 from ostinato_trainer.errors import BackendError
 from ostinato_trainer.home_paths import home_path
 
@@ -35,7 +34,7 @@ class PretrainedTensors:
     """
 
     def __init__(self, path: str | Path, *, key: str = MODEL_PATH) -> None:
-        folder = home_path(path, "actor_rollout_ref.model.path", BackendError)
+        folder = home_path(path, key, BackendError)
         self._files: dict[str, Path] = {}
         self._loaded: Mapping[str, Tensor] = {}
         try:
@@ -48,7 +47,7 @@ class PretrainedTensors:
             else:
                 model = load_causal_lm(path, dtype=torch.float32, device=torch.device(HOST))
                 self._loaded = model.state_dict()
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, AttributeError, KeyError, TypeError, ValueError, SafetensorError) as error:
             raise BackendError(
                 f"model path must hold readable weights, got {str(path)!r}: {error}; check {key}"
             ) from error
@@ -62,22 +61,20 @@ class PretrainedTensors:
         """
         wanted = {name: shape for part in block.parts for name, shape in zip(part.names, part.shapes, strict=True)}
         tensors: dict[str, Tensor] = {}
-        with ExitStack() as stack:
-            opened: dict[Path, Any] = {}
-            for name, shape in wanted.items():
-                tensor = self._loaded.get(name)
-                try:
-                    if name in self._files:
-                        path = self._files[name]
-                        if path not in opened:
-                            opened[path] = stack.enter_context(safe_open(path, framework="pt"))
-                        tensor = opened[path].get_tensor(name)
-                except (OSError, SafetensorError) as error:
-                    raise self._unfit(name, shape, str(error)) from error
-                if tensor is None or tuple(tensor.shape) != shape:
-                    raise self._unfit(name, shape, "none" if tensor is None else f"shape {list(tensor.shape)}")
-                tensors[name] = tensor
+        for name, shape in wanted.items():
+            tensor = self._tensor(name)
+            if tensor is None or tuple(tensor.shape) != shape:
+                found = "none" if tensor is None else f"shape {list(tensor.shape)}"
+                raise self._unfit(f"{name} of shape {list(shape)}", found)
+            tensors[name] = tensor
         return tensors
+
+    def check_tied(self) -> None:
+        """Raises BackendError where an output layer lies beside the embedding that it should be, and differs: `transformers` would compute with it,
+        engines would not."""
+        embedding, head = self._tensor(EMBEDDING), self._tensor(HEAD)
+        if embedding is not None and head is not None and not torch.equal(embedding, head):
+            raise self._unfit(f"one tensor as {EMBEDDING} and {HEAD}, which config.json ties", "two that differ")
 
     def value_head(self, hidden_size: int) -> tuple[str, ...]:
         """The names of the tensors of the scalar head that these have, or are given now: one that is zero."""
@@ -89,10 +86,18 @@ class PretrainedTensors:
             return weight, bias
         return (weight, bias) if bias in stored else (weight,)
 
-    def _unfit(self, name: str, shape: tuple[int, ...], found: str) -> BackendError:
-        return BackendError(
-            f"model path must hold {name} of shape {list(shape)}, got {found} in {str(self._path)!r}; check {self._key}"
-        )
+    def _tensor(self, name: str) -> Tensor | None:
+        """A whole tensor, on the host; None where there is none. BackendError where its file is missing or damaged."""
+        if name not in self._files:
+            return self._loaded.get(name)
+        try:
+            with safe_open(self._files[name], framework="pt") as file:
+                return file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise self._unfit(name, str(error)) from error
+
+    def _unfit(self, wanted: str, found: str) -> BackendError:
+        return BackendError(f"model path must hold {wanted}, got {found} in {str(self._path)!r}; check {self._key}")
 
 
 def model_config(path: str | Path, *, key: str = MODEL_PATH) -> Any:

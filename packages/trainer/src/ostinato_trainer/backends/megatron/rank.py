@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor
 
 from ostinato_engines import TensorSpec, WeightManifest
@@ -68,6 +67,8 @@ class MegatronRank:
         self.options, self._path, self._config = options, path, config
         self._groups = core.join_groups(options.layout, timeout_s=timeout_s)
         pretrained = PretrainedTensors(path)
+        if shape.tied:
+            pretrained.check_tied()
         source = ModelSource(pretrained, shape, rotary_frequencies(config))
         self.training = MegatronTraining(source, options, self._groups, device)
         """This rank's part of the model."""
@@ -182,7 +183,7 @@ class MegatronRank:
         if dist.get_rank() == 0:
             try:
                 self._write_hf(directory, tensors)
-            except (OSError, SafetensorError) as failure:
+            except Exception as failure:  # whatever it was, the other ranks must hear of it
                 error = OSError(f"the model could not be written to {directory}: {failure}")
         for _ in tensors:  # the ranks walk the blocks together, whoever has use for them
             pass

@@ -54,14 +54,16 @@ def megatron_problems(config: Config) -> list[str]:
             f"{_MODEL}.use_remove_padding must be true with {_ACTOR}.strategy=megatron, which packs sequences, got false; "
             f"write {_MODEL}.use_remove_padding=true"
         )
-    for key, path in ((f"{_MODEL}.path", model.path), ("critic.model.path", config.critic.model.path)):
+    num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    models = [(f"{_MODEL}.path", model.path, "the model")]
+    if config.critic.model.path not in (None, model.path):
+        models.append(("critic.model.path", config.critic.model.path, "the critic"))
+    for key, path, name in models:
         try:
             if path is not None and home_path(path, key, BackendError).is_dir():
-                layout_of(config).check(
-                    DecoderShape.from_folder(path, key=key), config.trainer.nnodes * config.trainer.n_gpus_per_node
-                )
+                layout_of(config).check(DecoderShape.from_folder(path, key=key), num_ranks, of=name)
         except BackendError as error:
-            if str(error) not in problems:  # the critic may begin as the policy does
+            if str(error) not in problems:  # of the ranks, whichever model
                 problems.append(str(error))
     return problems
 

@@ -16,6 +16,7 @@ from msgspec import Meta
 from ostinato_trainer.errors import BackendError
 from ostinato_trainer.home_paths import home_path
 
+_MODEL_PATH = "actor_rollout_ref.model.path"
 _PREFIX = "actor_rollout_ref.actor.megatron"
 _OTHER_STRATEGY = "use actor_rollout_ref.actor.strategy=fsdp2 or local"
 
@@ -45,8 +46,8 @@ class MegatronLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         """Ranks that hold one copy of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
-    def check(self, shape: DecoderShape, world_size: int) -> None:
-        """Raises BackendError, naming the keys to change, where the model or the ranks do not divide."""
+    def check(self, shape: DecoderShape, world_size: int, *, of: str = "the model") -> None:
+        """Raises BackendError, naming the keys to change, where the model, which messages call `of`, or the ranks do not divide."""
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         if world_size % self.model_size:
             raise BackendError(
@@ -62,11 +63,11 @@ class MegatronLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         for what, size in split.items():
             if size % tensor:
                 raise BackendError(
-                    f"{_PREFIX}.tensor_model_parallel_size must divide {what} of the model, got {tensor} with {size}; choose a divisor"
+                    f"{_PREFIX}.tensor_model_parallel_size must divide {what} of {of}, got {tensor} with {size}; choose a divisor"
                 )
         if shape.num_layers % pipeline:
             raise BackendError(
-                f"{_PREFIX}.pipeline_model_parallel_size must divide the layers of the model, got {pipeline} with {shape.num_layers}; "
+                f"{_PREFIX}.pipeline_model_parallel_size must divide the layers of {of}, got {pipeline} with {shape.num_layers}; "
                 "choose a divisor"
             )
 
@@ -99,44 +100,55 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, value_head=tuple(names), tied=False)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> DecoderShape:
-        """The shape that a model folder's config.json describes.
+    def from_config(
+        cls, config: Mapping[str, Any], *, key: str = _MODEL_PATH, path: str | Path = "config.json"
+    ) -> DecoderShape:
+        """The shape that a model folder's config.json describes; `key` of the configuration names the folder, `path` is the file.
 
         Raises:
-            BackendError: the model is of a type, or has a part, that is not mapped; the message names it.
+            BackendError: the model is of a type, or has a part, that is not mapped, or a number is missing or none; the message names it.
         """
+        try:
+            return cls._read(config)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # of what is no object, or no number
+            raise BackendError(
+                f"{path} must describe a causal language model, got {type(error).__name__}: {error}; fix {key}"
+            ) from error
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> DecoderShape:
         model_type = str(config.get("model_type"))
         if model_type not in _QKV_BIAS:
             raise BackendError(
                 f"model type must be one of {', '.join(_QKV_BIAS)} to be trained with Megatron, got {model_type}; {_OTHER_STRATEGY}"
             )
         _refuse_what_is_not_mapped(model_type, config)
-        num_heads, hidden_size = int(config["num_attention_heads"]), int(config["hidden_size"])
-        vocab_size, padding_id = int(config["vocab_size"]), config.get("pad_token_id")
+        num_heads, hidden_size = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+        vocab_size = _size(config, "vocab_size")
         return cls(
             model_type=model_type,
-            num_layers=int(config["num_hidden_layers"]),
+            num_layers=_size(config, "num_hidden_layers"),
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
             head_dim=int(config.get("head_dim") or (128 if model_type == "qwen3" else hidden_size // num_heads)),
-            intermediate_size=int(config["intermediate_size"]),
+            intermediate_size=_size(config, "intermediate_size"),
             vocab_size=vocab_size,
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=_QKV_BIAS[model_type],
             qk_norm=model_type == "qwen3",
-            padding_id=None if padding_id is None else int(padding_id) % vocab_size,
+            padding_id=_padding_id(config.get("pad_token_id"), vocab_size),
         )
 
     @classmethod
-    def from_folder(cls, folder: str | Path, *, key: str = "actor_rollout_ref.model.path") -> DecoderShape:
+    def from_folder(cls, folder: str | Path, *, key: str = _MODEL_PATH) -> DecoderShape:
         """The shape of the model in a folder, which a key of the configuration names.
 
         Raises:
             BackendError: there is no readable config.json in it, or see `from_config`.
         """
-        path = home_path(folder, "actor_rollout_ref.model.path", BackendError) / "config.json"
+        path = home_path(folder, key, BackendError) / "config.json"
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -144,12 +156,23 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
                 f"model path must be a folder with a readable config.json to be trained with Megatron, got {str(folder)!r}: {error}; "
                 f"fix {key}"
             ) from error
-        try:
-            return cls.from_config(config)
-        except (KeyError, TypeError) as error:
-            raise BackendError(
-                f"{path} must describe a causal language model, got {type(error).__name__}: {error}; fix {key}"
-            ) from error
+        return cls.from_config(config, key=key, path=path)
+
+
+def _size(config: Mapping[str, Any], name: str) -> int:
+    """A number of config.json that must be at least 1; ValueError where it is not."""
+    if (size := int(config[name])) < 1:
+        raise ValueError(f"{name} must be at least 1, got {size}")
+    return size
+
+
+def _padding_id(given: Any, vocab_size: int) -> int | None:
+    """The row of the padding token, which may be counted from the end; ValueError where it is none of the vocabulary's, as in `transformers`."""
+    if given is None:
+        return None
+    if not -vocab_size <= int(given) < vocab_size:
+        raise ValueError(f"pad_token_id must be below the vocabulary of {vocab_size}, got {given}")
+    return int(given) % vocab_size
 
 
 def _refuse_what_is_not_mapped(model_type: str, config: Mapping[str, Any]) -> None:

@@ -119,7 +119,7 @@ class MegatronTraining:
             BackendError: the loss has no gradient.
             BatchError: a token id lies outside the vocabulary, or positions are given.
         """
-        trained = [self._checked(each) for each in micro_batches if each.num_loss_tokens]
+        trained = [each for each in micro_batches if each.num_loss_tokens]
         if not trained:
             return {}
 
@@ -139,6 +139,8 @@ class MegatronTraining:
 
         totals: dict[str, Any] = {}
         try:
+            for each in trained:
+                self._check(each)
             with out_of_memory_named("an update", self._cures.batches, owner=self.memory, batches=trained):
                 for metrics in core.run_schedule(self.optimizer.model, trained, step, forward_only=False):
                     merge_metrics(totals, metrics)
@@ -165,6 +167,8 @@ class MegatronTraining:
         """
         if not micro_batches:
             return []
+        for each in micro_batches:
+            self._check(each)
 
         def step(stage: nn.Module, micro_batch: Batch) -> tuple[Tensor, Callable[..., Tensor]]:
             on_device = micro_batch.to(self._device)
@@ -175,7 +179,7 @@ class MegatronTraining:
             return core.states_of(stage, on_device), answer
 
         with torch.no_grad(), out_of_memory_named(what, self._cures.passes, owner=self.memory, batches=micro_batches):
-            return core.run_schedule(model, [self._checked(each) for each in micro_batches], step, forward_only=True)
+            return core.run_schedule(model, micro_batches, step, forward_only=True)
 
     def step(self) -> OptimizerStats:
         """See `ShardedOptimizer.step`."""
@@ -306,14 +310,14 @@ class MegatronTraining:
             for part in block.parts:
                 self.optimizer.set_state(part.parameter, {MASTER: self.tensors.own_share(part, whole)}, 0)
 
-    def _checked(self, batch: Batch) -> Batch:
+    def _check(self, batch: Batch) -> None:
+        """Raises BatchError where a batch is none for this model."""
         check_ids(batch, self.shape.vocab_size)
         if batch.position_ids is not None:
             raise BatchError(
                 "position_ids must be absent to be trained on with Megatron, where positions count from 0 in every sequence, got some; "
                 "use actor_rollout_ref.actor.strategy=fsdp2 or local"
             )
-        return batch
 
 
 def _num_updates(counters: BackendState) -> int:
