@@ -1,8 +1,11 @@
 """A signal ends a program as a signal, whatever it has come in the middle of."""
 
 import signal
+import subprocess
+import sys
 import threading
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -62,3 +65,38 @@ def test_sigterm_unwinds_what_computes_without_a_loop() -> None:
     with terminated_as_interrupted():
         signal.raise_signal(signal.SIGTERM)
     assert own == [signal.SIGTERM]
+
+
+def test_what_does_not_unwind_is_said_and_ends_all_the_same(tmp_path: Path) -> None:
+    """A cleanup that waits for ever does not keep the process: it ends with SIGTERM's status and says where its threads are."""
+    script = tmp_path / "stuck.py"
+    script.write_text(
+        """
+import asyncio, threading
+from ostinato_trainer import interrupts
+
+async def main():
+    try:
+        print("running", flush=True)
+        await asyncio.sleep(3600)
+    finally:
+        never_released()
+
+def never_released():
+    threading.Event().wait()
+
+interrupts._UNWINDING_S = 0.5
+interrupts.run_interruptibly(main())
+"""
+    )
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "running\n"
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 143
+    assert "what SIGTERM has interrupted must end within 0.5 s" in errors
+    assert "never_released" in errors

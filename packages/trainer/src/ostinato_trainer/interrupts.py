@@ -1,16 +1,21 @@
 """Ctrl-C, and SIGTERM, for a program that both waits and computes in one event loop.
 
 `asyncio.run` cancels its main task, which takes effect at the next `await`; a forward pass or a checkpoint has none. Here the main task is
-interrupted on the spot while it computes, and cancelled while it waits; either way it unwinds, so that what it holds is released.
+interrupted on the spot while it computes, and cancelled while it waits; either way it unwinds, so that what it holds is released. What does not
+unwind in time is said, with the stacks of all threads, and the process ends without it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
+import os
+import queue
 import signal
+import sys
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
@@ -23,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 TERMINATED: Final = 128 + signal.SIGTERM
 """Exit status after SIGTERM, as shells have it."""
+_UNWINDING_S: Final = 180.0
+"""Longest that a program may take to unwind after a signal."""
 
 
 def run_interruptibly(main: Coroutine[Any, Any, None]) -> None:
@@ -34,7 +41,8 @@ def run_interruptibly(main: Coroutine[Any, Any, None]) -> None:
     """
     failures: list[BaseException] = []
     try:
-        ended_by = asyncio.run(_interrupted(main, failures))
+        with _bounded_unwinding() as signalled:
+            ended_by = asyncio.run(_interrupted(main, failures, signalled))
     except KeyboardInterrupt as interrupt:
         # It struck another task than that of `main`, which was unwound after that, and may know better: it is the watchdog's, for example.
         if failures and failures[0] is not interrupt:
@@ -75,8 +83,36 @@ def terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-async def _interrupted(main: Coroutine[Any, Any, None], failures: list[BaseException]) -> int | None:
-    """The signal that ended `main`, if one did; what else ended it is raised, and put into `failures`."""
+@contextmanager
+def _bounded_unwinding() -> Iterator[Callable[[int], None]]:
+    """Within the block, what it gives is told of a signal, also from its handler; the process ends if the block has not soon after that."""
+    told: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # which a handler may fill whatever it has interrupted
+    has_ended = threading.Event()
+
+    def end() -> None:
+        number = told.get()
+        if number is None or has_ended.wait(_UNWINDING_S):
+            return
+        sys.stderr.write(  # logging's locks may be what is waited for
+            f"what {signal.Signals(number).name} has interrupted must end within {_UNWINDING_S:g} s, but it has not; the process ends without it, "
+            "and this is where its threads are:\n"
+        )
+        sys.stderr.flush()
+        faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
+        os._exit(128 + number)
+
+    threading.Thread(target=end, name="end after a signal", daemon=True).start()
+    try:
+        yield told.put
+    finally:
+        has_ended.set()
+        told.put(None)
+
+
+async def _interrupted(
+    main: Coroutine[Any, Any, None], failures: list[BaseException], signalled: Callable[[int], None]
+) -> int | None:
+    """The signal that ended `main`, if one did, of which `signalled` is told at once; what else ended it is raised, and put into `failures`."""
     if threading.current_thread() is not threading.main_thread():
         await main
         return None
@@ -86,6 +122,7 @@ async def _interrupted(main: Coroutine[Any, Any, None], failures: list[BaseExcep
 
     def interrupt(number: int, _frame: FrameType | None) -> None:
         received.append(number)
+        signalled(number)
         if len(received) > 1 or asyncio.current_task(loop) is task:
             raise KeyboardInterrupt
         task.cancel()
