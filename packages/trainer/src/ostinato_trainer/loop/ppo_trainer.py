@@ -22,6 +22,7 @@ from ostinato_trainer.loop.parts import Stopwatch, TrainerParts
 from ostinato_trainer.loop.policy_update import PolicyUpdate
 from ostinato_trainer.loop.watchdog import Watchdog
 from ostinato_trainer.loop.work_thread import WorkThread
+from ostinato_trainer.metrics.learning_watch import LearningWatch
 from ostinato_trainer.metrics.log_prob_gap import LogProbGapWatch
 from ostinato_trainer.metrics.memory import memory_metrics
 from ostinato_trainer.metrics.staleness import staleness_metrics
@@ -58,6 +59,7 @@ class PPOTrainer:
             )
         self._policy_update, self._critic_update = PolicyUpdate(config), CriticUpdate(config)
         self._gap_watch = LogProbGapWatch(config)
+        self._learning_watch = LearningWatch()
         self._thread = WorkThread()
         self._watchdog = Watchdog(config.trainer.watchdog)
         self._callbacks = Callbacks(parts.callbacks, self._watchdog.phase)
@@ -85,6 +87,7 @@ class PPOTrainer:
                 clock = Stopwatch(self._watchdog.phase)
                 with clock("step"):
                     metrics = await self.train_step(clock)
+                    self._learning_watch.observe(self.step, metrics)
                     if parts.val_rows and config.test_freq > 0 and self._is_due(config.test_freq):
                         with clock("testing"):
                             metrics |= await self.validate()
