@@ -230,6 +230,7 @@ def test_text_parts_and_none_are_text(tiny):
         ("hi", MessageError, "must be a sequence of messages"),
         (["hi"], MessageError, r"messages\[0\] must be a mapping"),
         ([{"content": "x"}], MessageError, r"messages\[0\].role"),
+        ([{"from": "human", "value": "x"}], MessageError, r"messages\[0\].role must be .* got the keys from, value"),
         ([{"role": "user", "content": 3}], MessageError, "got int"),
         ([{"role": "user", "content": "\ud800"}], MessageError, "surrogate"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], MediaNotSupportedError, "image_url"),

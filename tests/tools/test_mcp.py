@@ -319,8 +319,9 @@ async def test_endless_output_is_cut_off(place, name: str, words: str) -> None:
         ("babble", 3, "no messages, the first 'Welcome!'"),
     ],
 )
-def test_a_server_that_does_not_start(place, monkeypatch, startup: str, timeout_s: float, words: str) -> None:
-    """A server that ends, says nothing or says something else is a clear error in time, and leaves no process."""
+def test_a_server_that_does_not_start(place, monkeypatch, caplog, startup: str, timeout_s: float, words: str) -> None:
+    """A server that ends, says nothing or says something else is a clear error in time, and leaves no process; whoever waits for the next
+    attempt is told what was wrong with the last one."""
     monkeypatch.setattr("ostinato_tools.mcp.stdio.EXIT_GRACE_S", 0.2)
     config = {"start_timeout_s": timeout_s, "max_retries": int(startup == "exit")}
     entry = place.entry(config, env={"STARTUP": startup, "TOKEN": TOKEN})
@@ -329,6 +330,8 @@ def test_a_server_that_does_not_start(place, monkeypatch, startup: str, timeout_
     assert words in str(caught.value)
     assert TOKEN not in str(caught.value)
     assert place.notes("start") == 1 + config["max_retries"]
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sum("trying again" in text and words in text for text in warned) == config["max_retries"]
     assert all(gone(pid) for pid in place.pids)
 
 

@@ -26,7 +26,12 @@ CONFIG = DataConfig()
         ({"prompt": "q"}, "prompt must be a list of messages, got str"),
         ({"prompt": []}, "prompt must hold at least one message"),
         ({"prompt": ["q"]}, r"prompt[0] must be a message"),
-        ({"prompt": [*PROMPT, {"content": "q"}]}, "prompt[1].role must be text"),
+        ({"prompt": [*PROMPT, {"content": "q"}]}, "prompt[1].role must be text such as user, got the keys content"),
+        (
+            {"prompt": [{"from": "human", "value": "q"}]},
+            "prompt[0].role must be text such as user, got the keys from, value",
+        ),
+        ({"prompt": [{"role": 3, "content": "q"}]}, "prompt[0].role must be text such as user, got 3"),
         ({"prompt": [{"role": "user"}]}, "prompt[0].content must be text"),
         ({"prompt": [{"role": "user", "content": 3}]}, "prompt[0].content must be text or a list"),
         (

@@ -45,8 +45,8 @@ def test_the_format_is_the_given_one_or_the_templates(
 
 
 def test_a_format_that_there_is_not_is_refused() -> None:
-    """A wrong name is an error that lists the right ones."""
-    with pytest.raises(UnknownParserError, match="hermes"):
+    """A wrong name is an error that names the option and lists the right ones."""
+    with pytest.raises(UnknownParserError, match=r"^--format: parser must be one of .*hermes"):
         _parser("smoke_signals", tiny_chat_tokenizer(), Console(file=io.StringIO()))
 
 

@@ -71,7 +71,8 @@ def _normalize_message(message: Message, index: int, part_separator: str) -> Mes
         raise MessageError(f"messages[{index}] must be a mapping, got {type(message).__name__}; pass role and content")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise MessageError(f"messages[{index}].role must be a non-empty string, got {role!r}; name who speaks")
+        got = repr(role) if "role" in message else f"the keys {', '.join(map(str, message)) or 'none'}"
+        raise MessageError(f"messages[{index}].role must be a non-empty string, got {got}; name who speaks")
     content = message.get("content")
     in_form = isinstance(content, str)
     if in_form and "tool_calls" not in message:

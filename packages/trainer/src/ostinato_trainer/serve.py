@@ -114,7 +114,10 @@ def _engine(model_path: Path, settings: ServeSettings) -> AsyncServerBase:
 def _parser(tool_format: str | None, tokenizer: ChatTokenizer, console: Console) -> ToolParser | None:
     """The parser of a format; without one, that of the template, if it tells any."""
     if tool_format not in (None, "auto"):
-        return get_parser(tool_format)
+        try:
+            return get_parser(tool_format)
+        except UnknownParserError as error:
+            raise UnknownParserError(f"--format: {error}") from error
     try:
         return parser_for(tokenizer.tool_template)
     except UnknownParserError:

@@ -11,6 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -129,10 +130,11 @@ class McpServer:
         Raises:
             ToolInfrastructureError: it cannot be reached.
         """
+        open_one = self._current if shared else partial(self._open, stateful=True)
+        # The program's start waits for this, so what it waits for is said.
+        connection = await self._repeated(open_one, repeatable=True, level=logging.WARNING)
         if shared:
-            connection = await self._repeated(self._current, repeatable=True)
             return connection.tools
-        connection = await self.open_session()
         try:
             return connection.tools
         finally:
@@ -166,7 +168,9 @@ class McpServer:
         """
         return await self._repeated(lambda: self._open(stateful=True), repeatable=True)
 
-    async def _repeated(self, operation: Callable[[], Awaitable[_T]], *, repeatable: bool) -> _T:
+    async def _repeated(
+        self, operation: Callable[[], Awaitable[_T]], *, repeatable: bool, level: int = logging.INFO
+    ) -> _T:
         from ostinato_tools.mcp.failures import ConnectionLost, Refused
 
         attempt = 0
@@ -177,7 +181,7 @@ class McpServer:
                 unsafe = lost.may_have_run and not repeatable
                 if unsafe or lost.permanent or attempt >= self.options.max_retries:
                     raise self.broken(lost, unsafe=unsafe) from None
-                _logger.info("MCP server %s: %s; trying again", self.spec.name, lost.reason)
+                _logger.log(level, "MCP server %s: %s; trying again", self.spec.name, lost.reason)
             except Refused as refused:
                 raise self.refused(refused) from None
             await asyncio.sleep(min(_BACKOFF_S * 2**attempt, _MAX_BACKOFF_S))

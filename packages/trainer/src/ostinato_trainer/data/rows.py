@@ -122,6 +122,9 @@ def _message_problem(message: Any) -> str | None:
     if not isinstance(message, Mapping):
         return f" must be a message with role and content, got {type(message).__name__}; write a mapping"
     role, content = message.get("role"), message.get("content")
+    if role is None:
+        keys = ", ".join(map(str, message)) or "none"
+        return f".role must be text such as user, got the keys {keys}; write {{role: user, content: TEXT}}"
     if not isinstance(role, str) or not role:
         return f".role must be text such as user, got {role!r}; name the speaker"
     if content is None:
