@@ -540,6 +540,52 @@ async def test_a_server_that_was_never_started():
         await server.start()
 
 
+class Mute:
+    """An engine that answers no order any more."""
+
+    is_dead, num_orders, was_shut_down = False, 0, False
+
+    async def abort(self, engine_ids) -> None:
+        self.num_orders += 1
+        await asyncio.Event().wait()
+
+    async def shutdown(self) -> None:
+        self.was_shut_down = True
+
+
+@pytest.mark.parametrize("num_requests", [0, 1])
+async def test_an_engine_that_does_not_answer_is_shut_down_all_the_same(num_requests, monkeypatch, caplog):
+    """Its processes end, though it says nothing of the requests that it has; without any it is not even asked."""
+    monkeypatch.setattr("ostinato_engines.vllm_server._LAST_ANSWERS_S", 0.05)
+    server, engine = VLLMServer("no-such-model"), Mute()
+    server._engine = engine
+    server._in_flight = {f"r{number}": Conversing(f"r{number}#1", [0]) for number in range(num_requests)}
+    await server.shutdown()
+    assert engine.was_shut_down
+    assert engine.num_orders == num_requests
+    assert ("does not answer at its shutdown" in caplog.text) is bool(num_requests)
+
+
+async def test_who_still_waits_at_shutdown_is_told():
+    """vLLM's own streams end with its error before its processes do, since nobody reads their outputs any more."""
+    told = []
+
+    class Dead(Exception):
+        """vLLM's."""
+
+    async def outputs():
+        await asyncio.Event().wait()
+
+    llm = SimpleNamespace(
+        output_handler=asyncio.ensure_future(outputs()),
+        output_processor=SimpleNamespace(propagate_error=told.append),
+        shutdown=lambda: told.append("shut down"),
+    )
+    await RunningEngine.shutdown(SimpleNamespace(llm=llm, parts=SimpleNamespace(dead_error=Dead)))
+    assert [type(told[0]), told[1]] == [Dead, "shut down"]
+    assert llm.output_handler.cancelled()
+
+
 async def test_without_vllm_the_install_line_is_told(monkeypatch):
     """Where vLLM is not installed, starting says what to install."""
     find_vllm.cache_clear()

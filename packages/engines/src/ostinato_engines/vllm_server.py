@@ -5,6 +5,7 @@ This module knows who waits and which state the engine is in; what it asks of vL
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,11 @@ from ostinato_engines.weight_routes import WeightRoute
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_LAST_ANSWERS_S = 10.0
+"""Longest wait at shutdown for what vLLM still has to say of requests."""
 
 
 class VLLMServer(AsyncServerBase):
@@ -134,7 +140,11 @@ class VLLMServer(AsyncServerBase):
         self._status.closed = True
         engine = self._engine
         if engine is not None:
-            await self._fail_all(lambda name: EngineClosedError(f"request {name!r} must end before shutdown"))
+            try:
+                async with asyncio.timeout(_LAST_ANSWERS_S):
+                    await self._fail_all(lambda name: EngineClosedError(f"request {name!r} must end before shutdown"))
+            except Exception as error:  # whatever keeps it from answering, its processes are to end
+                logger.warning("vllm does not answer at its shutdown (%s: %s)", type(error).__name__, error)
             await engine.shutdown()
         self._engine = None
         self._log.close()
@@ -283,7 +293,7 @@ class VLLMServer(AsyncServerBase):
         for name, request in requests:
             request.failure = failure = error_for(name)
             request.leave_gate(failure)
-        if self._engine is not None and not self._engine.is_dead:
+        if requests and self._engine is not None and not self._engine.is_dead:
             await self._engine.abort([request.engine_id for _, request in requests])
         await until_gone([request for _, request in requests])
 

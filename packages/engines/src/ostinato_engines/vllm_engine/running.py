@@ -244,6 +244,7 @@ class RunningEngine:
         if (handler := getattr(self.llm, "output_handler", None)) is not None:
             handler.cancel()
             await asyncio.wait([handler])
+        self.llm.output_processor.propagate_error(self.parts.dead_error())  # for whoever still waits
         await asyncio.to_thread(self.llm.shutdown)
 
     # Weights
