@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed as dist  # noqa: E402
 from torch.distributed import TCPStore  # noqa: E402  # pyright: ignore[reportPrivateImportUsage]  documented as public
 
 from ostinato_engines import (  # noqa: E402
@@ -21,6 +22,7 @@ from ostinato_engines import (  # noqa: E402
 )
 from ostinato_engines import device as devices  # noqa: E402
 from ostinato_engines.weight_transfer import BroadcastSender, KeptGroup, RouteFollower, decline  # noqa: E402
+from ostinato_engines.weight_transfer import group as group_module  # noqa: E402
 from ostinato_engines.weight_transfer.group import WeightGroup  # noqa: E402
 
 WAIT_S = 300.0
@@ -243,3 +245,30 @@ def test_a_group_is_freed_by_a_thread_that_nobody_waits_for(meeting, monkeypatch
     group.close()
     assert len(freed_by) == 1
     assert freed_by != [threading.current_thread()]
+
+
+def test_a_member_says_the_address_that_leads_to_the_store(meeting, monkeypatch) -> None:
+    """Not what this host's name stands for, which on another host is often that one's own loopback."""
+    told, make = [], dist.ProcessGroupGloo
+
+    class Recording(make):
+        @staticmethod
+        def create_device(**where):  # pyright: ignore[reportIncompatibleMethodOverride]
+            told.append(where)
+            return make.create_device(**where)
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", Recording)
+    WeightGroup(meeting.route(members=1, interface=None), 0, "cpu").close()
+    assert told == [{"hostname": "127.0.0.1"}]
+
+
+def test_a_name_server_that_does_not_answer_is_waited_for(meeting, monkeypatch) -> None:
+    """torch looks up this end's name while it reaches the store, and counts the half minute that this may take."""
+
+    def slow(host, port, *, timeout, **options):
+        if timeout.total_seconds() < 30:
+            raise RuntimeError("timed out")
+        return TCPStore(host, port, timeout=timeout, **options)
+
+    monkeypatch.setattr(group_module, "TCPStore", slow)
+    WeightGroup(meeting.route(members=1), 0, "cpu").close()

@@ -31,6 +31,9 @@ _LOOK_S = 0.2
 """Between two looks whether another member has given up."""
 _ABORT = "abort"
 _STORE_S = 10.0
+_REACH_S = 60.0
+"""Longest wait for the store to be reached the first time: torch looks up the name of this end's address as well, and where no name server answers
+that alone takes 10 s and more."""
 _NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """torch would end the whole process where a member is late; here the wait ends instead."""
 
@@ -59,7 +62,7 @@ class WeightGroup:
         self.route, self._rank, self._device = route, rank, device
         self._given_up = ""
         self._group: Any = None
-        self._store = _store_of(route)
+        self._store = _store_of(route, _REACH_S)
         try:
             self._meet()
             self._group = _within(route.join_timeout_s, self._connected, f"{self} must connect")
@@ -208,13 +211,14 @@ def give_up(route: CollectiveRoute, why: str) -> None:
             store.set(_ABORT, why)
 
 
-def _store_of(route: CollectiveRoute) -> PrefixStore:
+def _store_of(route: CollectiveRoute, timeout_s: float = _STORE_S) -> PrefixStore:
     try:
-        store = TCPStore(route.host, route.port, is_master=False, timeout=timedelta(seconds=_STORE_S))
+        store = TCPStore(route.host, route.port, is_master=False, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise WeightPeerLostError(
-            f"the store of group {route.name} must be reached at {route.host}:{route.port} within {_STORE_S:g} s, got {error}; see the trainer"
+            f"the store of group {route.name} must be reached at {route.host}:{route.port} within {timeout_s:g} s, got {error}; see the trainer"
         ) from error
+    store.set_timeout(timedelta(seconds=_STORE_S))
     return PrefixStore(f"weights/{route.name}", store)
 
 
