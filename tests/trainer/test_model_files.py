@@ -10,8 +10,9 @@ import pytest
 
 from ostinato_tokenization.testing import TokenizerKind, sample_chat_tokenizer
 from ostinato_trainer.config.actor import ModelConfig
+from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.errors import ConfigError
-from ostinato_trainer.model_files import check_vocabulary, load_tokenizer, warn_of_endless_turns
+from ostinato_trainer.model_files import check_positions, check_vocabulary, load_tokenizer, warn_of_endless_turns
 
 
 def checked(quickstart_home: Path, folder: Path, change: dict[str, object]) -> None:
@@ -66,3 +67,40 @@ def test_a_template_of_another_tokenizer_that_ends_no_turn_is_said(
         assert not caplog.records
         load_tokenizer(ModelConfig(path=str(quickstart_home / "model"), chat_template=str(template)))
     assert re.search(r"ends no assistant turn .*actor_rollout_ref\.model\.chat_template", caplog.text)
+
+
+LENGTHS = ("data.max_prompt_length=900", "data.max_response_length=256")
+ENGINE = "actor_rollout_ref.rollout.name"
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "words"),
+    [
+        (
+            {"max_position_embeddings": 1024},
+            LENGTHS,
+            "data.max_prompt_length + data.max_response_length must be at most max_position_embeddings of the model, got 900 + 256 = 1156 > 1024",
+        ),
+        ({"text_config": {"max_position_embeddings": 1024}}, LENGTHS, "= 1156 > 1024"),
+        (
+            {"max_position_embeddings": 1024},
+            ("actor_rollout_ref.rollout.max_model_len=2048",),
+            "actor_rollout_ref.rollout.max_model_len must be at most max_position_embeddings of the model, got 2048 > 1024",
+        ),
+        ({"max_position_embeddings": 1156}, LENGTHS, None),
+        ({"n_positions": 1024}, LENGTHS, None),
+        ({"max_position_embeddings": 1024}, (*LENGTHS, f"{ENGINE}=vllm"), None),
+    ],
+    ids=["lengths", "nested", "max_model_len", "enough", "unknown", "another engine"],
+)
+def test_sequences_longer_than_the_model_has_positions_for_are_refused(
+    tmp_path: Path, model: dict[str, object], overrides: tuple[str, ...], words: str | None
+) -> None:
+    """Before anything is loaded the two lengths are named, and not a setting of the engine that nobody has written."""
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    config = load_config([], [f"actor_rollout_ref.model.path={tmp_path}", f"{ENGINE}=transformers", *overrides])
+    if words is None:
+        check_positions(config)
+        return
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        check_positions(config)

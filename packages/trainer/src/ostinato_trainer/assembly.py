@@ -43,7 +43,7 @@ from ostinato_trainer.loop.parts import Critic, Sampling, TrainerParts
 from ostinato_trainer.loop.ppo_trainer import PPOTrainer
 from ostinato_trainer.loop.sampling import sampling_of
 from ostinato_trainer.metrics.generations import GenerationWatch
-from ostinato_trainer.model_files import check_model_folder, check_same_tokenizer
+from ostinato_trainer.model_files import check_model_folder, check_positions, check_same_tokenizer
 from ostinato_trainer.placement.executor import cluster_of, places_of
 from ostinato_trainer.restarts import restart_metrics, run_with_restarts
 from ostinato_trainer.rollouts import Rollouts, build_rollouts
@@ -71,6 +71,7 @@ def run_training(config: Config, *, on_step: Callable[[int, Mapping[str, float]]
     """
     check_runnable(config)
     check_model_folder(str(config.actor_rollout_ref.model.path))
+    check_positions(config)
     lora_options(config.actor_rollout_ref.model, seed=config.trainer.seed)  # an extra that is missing is told at once
     if config.critic.model.path is not None and needs_critic(config.algorithm.adv_estimator):
         check_model_folder(config.critic.model.path, key="critic.model")

@@ -14,6 +14,7 @@ import msgspec
 
 from ostinato_tokenization import ChatTokenizer, TokenizationError
 from ostinato_trainer.chat_template import chat_template_text
+from ostinato_trainer.config import Config
 from ostinato_trainer.config.actor import ModelConfig
 from ostinato_trainer.data.vocabulary import token_beyond
 from ostinato_trainer.errors import ConfigError
@@ -21,6 +22,7 @@ from ostinato_trainer.home_paths import home_path
 
 __all__ = [
     "check_model_folder",
+    "check_positions",
     "check_same_tokenizer",
     "check_vocabulary",
     "load_tokenizer",
@@ -46,6 +48,7 @@ class _TokenizerModel(msgspec.Struct):
 
 class _TextConfig(msgspec.Struct):
     vocab_size: int | None = None
+    max_position_embeddings: int | None = None
 
 
 class _ModelJson(_TextConfig):
@@ -83,6 +86,30 @@ def check_model_folder(path: str, key: str = _KEY) -> None:
             found = "no folder of that name"
             cure = f"models of the hub are downloaded first: hf download {path} --local-dir DIR, then {key}.path=DIR"
     raise ConfigError(f"{key}.path must be a folder with a Hugging Face model, got {path} ({found}); {cure}")
+
+
+def check_positions(config: Config) -> None:
+    """Find out that the embedded engine has no positions for sequences as long as the run allows; other engines know themselves.
+
+    Raises:
+        ConfigError: Naming the lengths to change.
+    """
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    if rollout.name != "transformers" or rollout.agent.custom_async_server.path is not None:
+        return
+    model = _model_json(home_path(str(config.actor_rollout_ref.model.path), f"{_KEY}.path") / "config.json")
+    known = next((part.max_position_embeddings for part in (model.text_config, model) if part is not None), None)
+    if rollout.max_model_len is not None:
+        longest, what, got = rollout.max_model_len, "actor_rollout_ref.rollout.max_model_len", ""
+    else:
+        longest = data.max_prompt_length + data.max_response_length
+        what = "data.max_prompt_length + data.max_response_length"
+        got = f"{data.max_prompt_length} + {data.max_response_length} = "
+    if known is not None and longest > known:
+        raise ConfigError(
+            f"{what} must be at most max_position_embeddings of the model, got {got}{longest} > {known}; write less, or name a model for "
+            f"longer texts in {_KEY}.path"
+        )
 
 
 def check_same_tokenizer(policy: str, critic: str) -> None:
@@ -194,8 +221,13 @@ def check_vocabulary(tokenizer: ChatTokenizer, model: ModelConfig, template_kwar
 
 def _vocabulary_size(file: Path) -> int | None:
     """What a model's configuration says; None where it does not."""
+    model = _model_json(file)
+    return model.vocab_size or (model.text_config.vocab_size if model.text_config else None)
+
+
+def _model_json(file: Path) -> _ModelJson:
+    """A model's configuration; empty where it cannot be read, which others say."""
     try:
-        config = msgspec.json.decode(file.read_bytes(), type=_ModelJson)
+        return msgspec.json.decode(file.read_bytes(), type=_ModelJson)
     except (OSError, msgspec.DecodeError):
-        return None
-    return config.vocab_size or (config.text_config.vocab_size if config.text_config else None)
+        return _ModelJson()
