@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -157,6 +158,21 @@ def test_tied_weights_are_listed_once_and_cover_the_model():
     names = set(CausalLM(LlamaForCausalLM(config)).named_tensors())
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
+
+
+def test_an_output_layer_beside_the_embedding_that_it_should_be_is_refused(tmp_path):
+    """Where config.json ties them and both are stored, they are alike, or nobody can say which an engine computes with."""
+    LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=1, tie_word_embeddings=True)).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    rows = stored["model.embed_tokens.weight"]
+    save_file({**stored, "lm_head.weight": rows.clone()}, file, metadata={"format": "pt"})
+    load_causal_lm(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+    save_file({**stored, "lm_head.weight": rows + 1.0}, file, metadata={"format": "pt"})
+    with pytest.raises(
+        BackendError, match=r"which config\.json ties, got two that differ.*actor_rollout_ref\.model\.path"
+    ):
+        load_causal_lm(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "file", "damaged"])

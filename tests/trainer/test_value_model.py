@@ -8,6 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForTokenClassification, LlamaConfig, LlamaForCausalLM
 
 from ostinato_trainer.backends.causal_lm import load_causal_lm
+from ostinato_trainer.backends.megatron.mapping import Block, Part, Split
+from ostinato_trainer.backends.megatron.pretrained import PretrainedTensors
 from ostinato_trainer.backends.value_model import ValueModel, load_value_model
 from ostinato_trainer.errors import BackendError
 
@@ -42,6 +44,34 @@ def test_a_folder_with_a_scalar_head_keeps_it(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
     ids = torch.tensor([[4, 9, 1]])
     assert torch.equal(load(tmp_path).eval()(input_ids=ids).logits, theirs(ids).logits)
+
+
+def test_the_head_of_a_hub_id_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward model that the hub's client has fetched gives its head to a critic of either kind, as its folder does."""
+    folder = tmp_path / "models--org--reward" / "snapshots" / "abc"
+    AutoModelForTokenClassification.from_config(LlamaConfig(**SHAPE, num_labels=1)).save_pretrained(folder)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    (tmp_path / "models--org--reward" / "refs").mkdir()
+    (tmp_path / "models--org--reward" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    stored = load_file(folder / "model.safetensors")["score.weight"]
+    assert torch.equal(load(Path("org/reward")).score.weight, stored)
+    split = PretrainedTensors("org/reward", key="critic.model.path")
+    assert split.value_head(16)[0] == "score.weight"
+    found = split.of_block(Block("end", 0, (Part("score.weight", ("score.weight",), ((1, 16),), Split.WHOLE),)))
+    assert torch.equal(found["score.weight"], stored)
+
+
+def test_a_head_that_cannot_be_read_is_not_left_out(tmp_path: Path) -> None:
+    """A scalar head in files of pickles, from which nothing is read here, is an error, and no critic that begins at zero."""
+    policy_folder(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(stored, tmp_path / "pytorch_model.bin")
+    assert not load(tmp_path).score.weight.any()
+    torch.save({**stored, "score.weight": torch.ones(1, 16)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(BackendError, match=r"must be stored in safetensors.*change critic\.model\.path"):
+        load(tmp_path)
 
 
 def test_a_head_may_be_more_exact_than_its_backbone() -> None:

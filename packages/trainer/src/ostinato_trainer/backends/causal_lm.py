@@ -290,13 +290,47 @@ def load_causal_lm(
             f"model path must hold a causal language model, got {str(path)!r}: {reason}; check {key}"
         ) from error
     model, report = loaded
+    _check_tensors(model, report, path, key, needs_head=needs_head)
+    return model.to(device)
+
+
+def _check_tensors(model: Any, report: Mapping[str, Any], path: str | Path, key: str, *, needs_head: bool) -> None:
+    """Raises BackendError where `transformers` has found too few tensors, two for one, or a head that is not read; see `load_causal_lm`."""
     missing = sorted(set(report["missing_keys"]) - (set() if needs_head else _head_names(model)))
     if missing:  # transformers fills them with random numbers
         raise BackendError(
             f"model path must hold all weights of a {type(model).__name__}, got {str(path)!r} without {missing[0]}"
             f"{f' and {len(missing) - 1} more' if missing[1:] else ''}; fetch it again, or check {key}"
         )
-    return model.to(device)
+    head, declared = model.get_output_embeddings(), getattr(model, "_tied_weights_keys", None)
+    is_tied = bool(declared) and model.config.get_text_config().tie_word_embeddings
+    if needs_head and is_tied and head is not None and head.weight is not model.get_input_embeddings().weight:
+        raise BackendError(  # transformers computes with both; engines do not
+            "model path must hold one tensor as the embedding and the output layer, which config.json ties, got two that differ in "
+            f"{str(path)!r}; check {key}"
+        )
+    is_readable = needs_head or "score.weight" not in report["unexpected_keys"]
+    if not is_readable and not any(model_folder(path, key).glob("*.safetensors")):
+        raise BackendError(
+            f"a scalar head must be stored in safetensors to be read, got {str(path)!r} with a head and without such files; "
+            f"convert it, or change {key}"
+        )
+
+
+def model_folder(path: str | Path, key: str) -> Path:
+    """The folder of a model; of a hub id the one that the hub's client keeps, which it has once the model has been loaded.
+
+    Args:
+        path: Folder or hub id.
+        key: What messages say to change.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = home_path(path, key, BackendError)
+    if folder.exists() or folder.is_absolute() or str(path).count("/") > 1:
+        return folder
+    kept = try_to_load_from_cache(str(path), "config.json")
+    return Path(kept).parent if isinstance(kept, str) else folder
 
 
 def _head_names(model: Any) -> set[str]:

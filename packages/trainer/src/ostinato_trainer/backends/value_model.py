@@ -14,9 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ostinato_trainer.backends.causal_lm import load_causal_lm
+from ostinato_trainer.backends.causal_lm import load_causal_lm, model_folder
 from ostinato_trainer.errors import BackendError
-from ostinato_trainer.home_paths import home_path
 
 _HEAD_NAME = "score"
 """Attribute of the head here and in the field's token and sequence classifiers."""
@@ -80,7 +79,7 @@ def load_value_model(path: str | Path, *, dtype: torch.dtype, device: torch.devi
             "name another model"
         )
     return ValueModel(
-        whole.base_model, _stored_head(home_path(path, "critic.model.path", BackendError), dtype=dtype, device=device)
+        whole.base_model, _stored_head(model_folder(path, "critic.model.path"), dtype=dtype, device=device)
     )
 
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ostinato_engines.device import HOST
-from ostinato_trainer.backends.causal_lm import load_causal_lm
+from ostinato_trainer.backends.causal_lm import load_causal_lm, model_folder
 from ostinato_trainer.backends.megatron.mapping import EMBEDDING, HEAD, Block
 from ostinato_trainer.errors import BackendError
 from ostinato_trainer.home_paths import home_path
@@ -26,7 +26,7 @@ class PretrainedTensors:
     """The tensors of a model folder, read when they are asked for.
 
     Args:
-        path: Folder or hub id. Where it is no folder of safetensors, `transformers` loads the whole model into memory.
+        path: Folder or hub id. Where it is no folder of safetensors, `transformers` loads, and fetches, the whole model first.
         key: That names it in the configuration.
 
     Raises:
@@ -38,15 +38,13 @@ class PretrainedTensors:
         self._files: dict[str, Path] = {}
         self._loaded: Mapping[str, Tensor] = {}
         try:
-            if (folder / INDEX_FILE).is_file():
-                index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
-                self._files = {name: folder / file for name, file in index["weight_map"].items()}
-            elif (folder / WEIGHTS_FILE).is_file():
-                with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-                    self._files = dict.fromkeys(file.keys(), folder / WEIGHTS_FILE)
-            else:
-                model = load_causal_lm(path, dtype=torch.float32, device=torch.device(HOST))
-                self._loaded = model.state_dict()
+            if folder.is_dir():
+                self._files = _stored(folder)
+            if not self._files:
+                host = torch.device(HOST)
+                model = load_causal_lm(path, dtype=torch.float32, device=host, key=key, needs_head=key == MODEL_PATH)
+                self._files = _stored(model_folder(path, key))  # of a hub id, whose files are there now
+                self._loaded = {} if self._files else model.state_dict()
         except (OSError, AttributeError, KeyError, TypeError, ValueError, SafetensorError) as error:
             raise BackendError(
                 f"model path must hold readable weights, got {str(path)!r}: {error}; check {key}"
@@ -98,6 +96,17 @@ class PretrainedTensors:
 
     def _unfit(self, wanted: str, found: str) -> BackendError:
         return BackendError(f"model path must hold {wanted}, got {found} in {str(self._path)!r}; check {self._key}")
+
+
+def _stored(folder: Path) -> dict[str, Path]:
+    """The file of each tensor in a folder; none where it is no folder of safetensors."""
+    if (folder / INDEX_FILE).is_file():
+        index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+        return {name: folder / file for name, file in index["weight_map"].items()}
+    if not (folder / WEIGHTS_FILE).is_file():
+        return {}
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        return dict.fromkeys(file.keys(), folder / WEIGHTS_FILE)
 
 
 def model_config(path: str | Path, *, key: str = MODEL_PATH) -> Any:
