@@ -174,7 +174,8 @@ def test_parquet_with_json_text_is_read(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "x"}, "line 1: messages must be a list of messages, got NoneType"),
+        ({"prompt": "x"}, "line 1: messages must be there, got the columns prompt; add it or set data.messages_key"),
+        ({"messages": "x"}, "line 1: messages must be a list of messages, got str"),
         ({**conversation("yes"), "tools": "f"}, "line 1: tools must be a list of schemas, got str"),
         ({"messages": [{"role": "user", "content": "x"}]}, "line 1: messages must hold an assistant message"),
         (conversation("yes" * 500), r"data\.max_length must leave a conversation of .*, got 100, and the shortest has"),

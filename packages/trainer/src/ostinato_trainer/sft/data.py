@@ -116,6 +116,10 @@ class _Encoder:
             DatasetError: It is none; the message names the place.
         """
         config = self._config
+        if config.messages_key not in row:
+            raise DatasetError(
+                f"{place}: {config.messages_key} must be there, got the columns {', '.join(row) or 'none'}; add it or set data.messages_key"
+            )
         messages, tools = (parsed_json_text(row.get(key), list) for key in (config.messages_key, config.tools_key))
         if not isinstance(messages, list):
             raise DatasetError(
