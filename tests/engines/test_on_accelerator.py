@@ -104,7 +104,7 @@ async def test_sleep_gives_memory_back(make_large):
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     async with TransformersServer(model, dtype="bfloat16") as server:
         wanted = await server.generate(list(range(2000)), {"temperature": 0, "max_tokens": 8}, "a")
-        cache = server._runner.cache.num_bytes
+        cache = server._engine.runner.cache.num_bytes
         assert memory_allocated(DEVICE) - before >= weights + cache
         await server.sleep(1)
         assert weights <= memory_allocated(DEVICE) - before < weights + cache // 10

@@ -237,7 +237,7 @@ async def test_an_update_in_flight_is_placed_exactly(serve, make_model, weights_
     server = await serve(model)
     old = forward_of(model)
     task = asyncio.ensure_future(server.generate(PROMPT, SamplingParams(max_tokens=60, seed=1), "a"))
-    while not server._batcher or not server._batcher.num_running:  # noqa: ASYNC110  the engine tells no event for a first step
+    while not server._engine or not server._engine.batcher.num_running:  # noqa: ASYNC110  the engine tells no event for a first step
         await asyncio.sleep(0)
     await server.pause(PauseMode.KEEP)
     manifest, tensors = weights_of(1, 4)
@@ -314,7 +314,7 @@ async def test_sleep_frees_memory(serve, make_model, weights_of):
     model = make_model()
     server = await serve(model)
     before = await server.generate(PROMPT, GREEDY, "a")
-    cache = server._runner.cache
+    cache = server._engine.runner.cache
     assert cache.num_bytes > 0
     await server.sleep(1)
     assert cache.num_bytes == 0

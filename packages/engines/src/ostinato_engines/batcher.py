@@ -6,7 +6,6 @@ Knows no asyncio: the server calls it between or inside steps, never both at onc
 """
 
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -230,11 +229,8 @@ class Batcher:
         else:
             request.release_at_end = True
 
-    def drop(self, error_for: Callable[[Request], BaseException] | None = None) -> None:
-        """Frees all rows and memory; requests that still run fail with the error."""
-        for request in self.running():
-            if error_for is not None:
-                request.resolve(error_for(request))
+    def drop(self) -> None:
+        """Frees all rows and memory; requests that still run have been answered."""
         self._prefilling.clear()
         self.table.clear()
         self._runner.cache.drop()

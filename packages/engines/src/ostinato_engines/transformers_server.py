@@ -2,7 +2,7 @@
 
 This module is the asyncio side: who waits, who is told what, and which state the engine is in. What changes the batch
 happens between steps, under the step loop's lock. Steps run in a worker thread, or on the event loop with
-`full_determinism`, where batches then depend on the program alone.
+`full_determinism`, where batches then depend on the program alone. What is computed is in `ostinato_engines.loaded_engine`.
 """
 
 import asyncio
@@ -40,13 +40,11 @@ from ostinato_engines.types import (
 from ostinato_engines.weight_routes import WeightRoute
 
 try:
-    from ostinato_engines.batcher import Batcher, Ended
-    from ostinato_engines.model_runner import ModelRunner, load_model, max_length_of
+    from ostinato_engines.batcher import Ended
+    from ostinato_engines.loaded_engine import LoadedEngine
     from ostinato_engines.request import Request, checked_prompt
-    from ostinato_engines.request_desk import RequestDesk
     from ostinato_engines.sampling import stream_keys
     from ostinato_engines.weight_transfer import RouteFollower, follow_route
-    from ostinato_engines.weights import WeightWriter
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] not in ("torch", "transformers"):
         raise
@@ -57,9 +55,6 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
-
-_MAX_STEPS = 32
-"""Steps in the worker thread without a look at the event loop; one as soon as anything happens there."""
 
 
 class TransformersServer(AsyncServerBase):
@@ -112,17 +107,14 @@ class TransformersServer(AsyncServerBase):
             self.max_model_len = max_model_len
         self._status = EngineStatus()
         self._follower = RouteFollower(self._device)
-        self._runner: ModelRunner | None = None
-        self._batcher: Batcher | None = None
-        self._desk: RequestDesk | None = None
-        self._writer: WeightWriter | None = None
+        self._engine: LoadedEngine | None = None
         self._steps = StepLoop(
             inline=full_determinism,
-            has_work=self._has_work,
-            prepare=self._prepare_step,
+            has_work=lambda: self._engine is not None and self._engine.has_work(self._status),
+            prepare=lambda: self._engine is not None and self._engine.prepare_step(self._status),
             step=self._step,
             deliver=self._deliver,
-            num_arrived=lambda: 0 if self._desk is None else self._desk.num_arrived,
+            num_arrived=lambda: 0 if self._engine is None else self._engine.desk.num_arrived,
             crashed=self._crash,
         )
 
@@ -145,12 +137,16 @@ class TransformersServer(AsyncServerBase):
                 await self._steps.run(self._load)
 
     def _load(self) -> None:
-        model = load_model(self._source, device=self._device, dtype=self._dtype)
-        self.max_model_len = max_length_of(model, self._asked_max_model_len)
-        self._runner = ModelRunner.probed(model, max_model_len=self.max_model_len)
-        self._writer = WeightWriter(model, cast=self._cast_weights)
-        self._batcher = Batcher(self._runner, max_rows=self._max_num_seqs, prefill_tokens=self._prefill_chunk_tokens)
-        self._desk = RequestDesk(self._batcher)
+        self._engine = LoadedEngine.load(
+            self._source,
+            device=self._device,
+            dtype=self._dtype,
+            max_model_len=self._asked_max_model_len,
+            max_num_seqs=self._max_num_seqs,
+            prefill_chunk_tokens=self._prefill_chunk_tokens,
+            cast_weights=self._cast_weights,
+        )
+        self.max_model_len = self._engine.max_model_len
         self._status.loaded = True
 
     async def shutdown(self) -> None:
@@ -160,19 +156,19 @@ class TransformersServer(AsyncServerBase):
         self._status.closed = True
         self._steps.bind()
         async with self._steps.between_steps():
-            if self._desk is not None:
-                self._desk.fail_all(lambda request: EngineClosedError(f"{request} must end before shutdown"))
-            if self._runner is not None:
-                self._runner.close()
-            self._runner = self._batcher = self._desk = self._writer = None
+            if self._engine is not None:
+                self._engine.desk.fail_all(lambda request: EngineClosedError(f"{request} must end before shutdown"))
+                self._engine.close()
+            self._engine = None
             self._follower.close()
         await self._steps.close()
 
     async def health(self) -> Health:
         state, detail = self._status.now()
-        if self._desk is None:
+        if self._engine is None:
             return Health(state, self.policy_version, detail=detail)
-        return Health(state, self.policy_version, self._desk.num_running, self._desk.num_waiting, detail)
+        desk = self._engine.desk
+        return Health(state, self.policy_version, desk.num_running, desk.num_waiting, detail)
 
     def capabilities(self) -> Capabilities:
         return Capabilities(
@@ -186,7 +182,7 @@ class TransformersServer(AsyncServerBase):
             sleep_levels=(1, 2),
             weight_update=True,
             partial_updates=True,
-            weight_workers=() if self._runner is None else (devices.place_of(self._device),),
+            weight_workers=() if self._engine is None else (devices.place_of(self._device),),
             exact_policy_spans=True,
             media=False,
             chat_completion=self._codec is not None,
@@ -194,13 +190,11 @@ class TransformersServer(AsyncServerBase):
             kv_capacity_sessions=self._max_num_seqs,
         )
 
-    def _parts(self) -> "tuple[Batcher, RequestDesk, WeightWriter]":
-        """What `start` made, of a server that is neither new, nor crashed, nor shut down."""
+    def _running(self) -> LoadedEngine:
+        """The engine of a server that is neither new, nor crashed, nor shut down."""
         self._status.require_loaded()
-        assert self._batcher is not None
-        assert self._desk is not None
-        assert self._writer is not None
-        return self._batcher, self._desk, self._writer
+        assert self._engine is not None
+        return self._engine
 
     # Requests
 
@@ -219,10 +213,10 @@ class TransformersServer(AsyncServerBase):
         self.refuse_media(media)
         params = SamplingParams.from_mapping(sampling_params)
         self._status.require_serving()
-        batcher, desk, _ = self._parts()
+        engine = self._running()
         self._steps.bind()
-        prompt = checked_prompt(prompt_ids, vocab_size=batcher.vocab_size, max_model_len=self.max_model_len)
-        desk.refuse_double(request_id)
+        prompt = checked_prompt(prompt_ids, vocab_size=engine.batcher.vocab_size, max_model_len=self.max_model_len)
+        engine.desk.refuse_double(request_id)
         room = self.max_model_len - len(prompt)
         num_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
@@ -235,15 +229,15 @@ class TransformersServer(AsyncServerBase):
             future=asyncio.get_running_loop().create_future(),
         )
         if num_tokens == 0:
-            request.serve_under(batcher.policy_version, 0)
+            request.serve_under(engine.batcher.policy_version, 0)
             return request.output([], [], StopReason.LENGTH)
-        desk.arrive(request)
+        engine.desk.arrive(request)
         self._steps.disturb()
         self._steps.wake()
         try:
             return await request.future
         finally:
-            if desk.depart(request):
+            if engine.desk.depart(request):
                 self._steps.disturb()
 
     async def chat_completion(self, raw_request: Any) -> dict[str, Any]:
@@ -255,35 +249,35 @@ class TransformersServer(AsyncServerBase):
         return await answer_chat(self, self._codec, raw_request)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        _, desk, _ = self._parts()
+        desk = self._running().desk
         self._steps.bind()
         requests = desk.in_flight(request_ids)
         async with self._steps.between_steps():
             return desk.abort(requests)
 
     async def release(self, request_id: str) -> None:
-        if self._desk is None:
+        if self._engine is None:
             return
         self._steps.bind()
-        self._desk.release(request_id)
+        self._engine.desk.release(request_id)
         if not self._steps.lock.locked():
-            self._desk.tidy()
+            self._engine.desk.tidy()
 
     # Pause and sleep
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT) -> None:
         """Stops sampling; see `PauseMode` for what becomes of requests in flight. Later requests wait for `resume`."""
         mode = PauseMode(mode)
-        batcher, desk, _ = self._parts()
+        engine = self._running()
         self._steps.bind()
         self._status.paused = mode
         if mode is PauseMode.WAIT:
             self._steps.wake()
-            while self._status.paused is mode and self._batcher is not None and batcher.num_running:
+            while self._status.paused is mode and self._engine is not None and engine.batcher.num_running:
                 await self._steps.next_step()
         async with self._steps.between_steps():
             if mode is PauseMode.ABORT:
-                desk.abort(desk.in_flight())
+                engine.desk.abort(engine.desk.in_flight())
 
     async def resume(self) -> None:
         self._status.require_loaded()
@@ -297,25 +291,25 @@ class TransformersServer(AsyncServerBase):
         After level 2 the engine serves only once it was woken and got a complete weight update.
         """
         check_level(level)
-        batcher, desk, writer = self._parts()
+        engine = self._running()
         self._steps.bind()
         self._status.asleep.add("kv_cache")
         async with self._steps.between_steps():
-            desk.abort(desk.in_flight())
-            batcher.drop()
+            engine.desk.abort(engine.desk.in_flight())
+            engine.batcher.drop()
             if level == 2:
                 self._status.asleep.add("weights")
                 self._status.stale = True
-                writer.discard()
+                engine.writer.discard()
             devices.empty_cache(self._device)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         wanted = checked_tags(tags)
-        _, _, writer = self._parts()
+        engine = self._running()
         self._steps.bind()
         async with self._steps.between_steps():
             if "weights" in wanted & self._status.asleep:
-                writer.allocate()
+                engine.writer.allocate()
             self._status.asleep -= wanted
 
     # Weights
@@ -325,9 +319,9 @@ class TransformersServer(AsyncServerBase):
 
         See `AsyncServerBase.update_weights` for what a failure means. The iterable runs in the worker thread.
         """
-        batcher, desk, writer = self._parts()
+        engine = self._running()
         self._status.require_awake_weights()
-        writer.check(manifest)
+        engine.writer.check(manifest)
         self._status.require_base(manifest)
         self._steps.bind()
         async with self._steps.between_steps():
@@ -337,17 +331,17 @@ class TransformersServer(AsyncServerBase):
             cancelled = threading.Event()
             try:
                 await self._steps.run(
-                    lambda: writer.write(manifest, weights, cancelled=cancelled.is_set), on_cancel=cancelled.set
+                    lambda: engine.writer.write(manifest, weights, cancelled=cancelled.is_set), on_cancel=cancelled.set
                 )
             except BaseException:
-                desk.fail_all(
+                engine.desk.fail_all(
                     lambda request: EngineNotReadyError(
                         f"{request} must have complete weights, got a failed update; send a complete one"
                     )
                 )
                 raise
-            desk.tidy()
-            batcher.weights_changed(manifest.version)
+            engine.desk.tidy()
+            engine.batcher.weights_changed(manifest.version)
             self.policy_version = manifest.version
             self._status.end_update(manifest)
         self._steps.wake()
@@ -356,40 +350,21 @@ class TransformersServer(AsyncServerBase):
         await follow_route(self.update_weights, self._follower, manifest, route)
 
     async def reset_prefix_cache(self) -> None:
-        batcher, desk, _ = self._parts()
+        engine = self._running()
         self._steps.bind()
         async with self._steps.between_steps():
-            desk.tidy()
-            batcher.table.free_idle()
+            engine.desk.tidy()
+            engine.batcher.table.free_idle()
 
     # The step loop's questions
 
-    def _has_work(self) -> bool:
-        if self._batcher is None or self._desk is None or not self._status.may_step:
-            return False
-        return bool(self._batcher.num_running) or (self._status.may_admit and self._desk.has_waiting)
-
-    def _prepare_step(self) -> bool:
-        if self._desk is None:
-            return False
-        self._desk.tidy()
-        if not self._has_work():
-            return False
-        if self._status.may_admit:
-            self._desk.admit()
-        return True
-
     def _step(self) -> "list[Ended]":
-        assert self._batcher is not None
-        for _ in range(_MAX_STEPS):
-            ended = self._batcher.step()
-            if ended or not self._batcher.num_running or not self._steps.undisturbed:
-                return ended
-        return []
+        assert self._engine is not None
+        return self._engine.step(lambda: self._steps.undisturbed)
 
     def _deliver(self, ended: "list[Ended]") -> bool:
-        assert self._desk is not None
-        return self._desk.deliver(ended)
+        assert self._engine is not None
+        return self._engine.desk.deliver(ended)
 
     def _crash(self, error: BaseException) -> None:
         self._status.failure = error
@@ -402,5 +377,5 @@ class TransformersServer(AsyncServerBase):
             crash.__cause__ = error
             return crash
 
-        if self._desk is not None:
-            self._desk.fail_all(failed)
+        if self._engine is not None:
+            self._engine.desk.fail_all(failed)
