@@ -52,6 +52,7 @@ from ostinato_engines.vllm_engine.launch import engine_arguments, start_engine  
 from ostinato_engines.vllm_engine.race import race  # noqa: E402
 from ostinato_engines.vllm_engine.running import RunningEngine  # noqa: E402
 from ostinato_engines.vllm_engine.sampling import FILTERS_KEY, OUR_PROCESSORS, to_vllm  # noqa: E402
+from ostinato_engines.vllm_engine.traffic import Traffic  # noqa: E402
 from ostinato_engines.vllm_engine.worker import WeightExtension  # noqa: E402
 from ostinato_engines.vllm_server import VLLMServer  # noqa: E402
 from ostinato_engines.weight_blocks import whole_blocks  # noqa: E402
@@ -558,8 +559,8 @@ async def test_an_engine_that_does_not_answer_is_shut_down_all_the_same(num_requ
     """Its processes end, though it says nothing of the requests that it has; without any it is not even asked."""
     monkeypatch.setattr("ostinato_engines.vllm_server._LAST_ANSWERS_S", 0.05)
     server, engine = VLLMServer("no-such-model"), Mute()
-    server._engine = engine
-    server._in_flight = {f"r{number}": Conversing(f"r{number}#1", [0]) for number in range(num_requests)}
+    server._engine, server._traffic = engine, Traffic(engine, server._status, server._log, version=0)
+    server._traffic.requests = {f"r{number}": Conversing(f"r{number}#1", [0]) for number in range(num_requests)}
     await server.shutdown()
     assert engine.was_shut_down
     assert engine.num_orders == num_requests

@@ -4,7 +4,6 @@ This module knows who waits and which state the engine is in; what it asks of vL
 """
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,9 +13,7 @@ from ostinato_engines.chat import answer_chat
 from ostinato_engines.engine_status import SLEEP_TAGS, EngineStatus, check_level, checked_tags
 from ostinato_engines.errors import (
     EngineClosedError,
-    EngineCrashedError,
     EngineError,
-    EngineInputError,
     EngineNotReadyError,
     UnsupportedError,
     WeightUpdateError,
@@ -33,13 +30,11 @@ from ostinato_engines.types import (
     TokenOutput,
     WeightManifest,
 )
-from ostinato_engines.vllm_engine.answers import Conversing, nothing_sampled, to_token_output, until_gone
-from ostinato_engines.vllm_engine.diagnosis import explain
+from ostinato_engines.vllm_engine.answers import nothing_sampled, until_gone
 from ostinato_engines.vllm_engine.engine_log import EngineLog
-from ostinato_engines.vllm_engine.held import HeldAnswer
 from ostinato_engines.vllm_engine.launch import LaunchOptions, can_sleep
 from ostinato_engines.vllm_engine.running import RunningEngine
-from ostinato_engines.vllm_engine.sampling import to_vllm
+from ostinato_engines.vllm_engine.traffic import Traffic
 from ostinato_engines.weight_routes import WeightRoute
 
 if TYPE_CHECKING:
@@ -108,9 +103,8 @@ class VLLMServer(AsyncServerBase):
             self.max_model_len = max_model_len
         self._status = EngineStatus()
         self._engine: RunningEngine | None = None
+        self._traffic: Traffic | None = None
         self._log = EngineLog()
-        self._in_flight: dict[str, Conversing] = {}
-        self._serial = itertools.count()
         self._changing = asyncio.Lock()
 
     # Life
@@ -129,6 +123,7 @@ class VLLMServer(AsyncServerBase):
             if self._status.loaded:
                 return
             self._engine = await RunningEngine.started(self._options, self._log)
+            self._traffic = Traffic(self._engine, self._status, self._log, version=self.policy_version)
             await self._engine.serve_version(self.policy_version)
             self.max_model_len = self._engine.max_model_len
             self._status.loaded = True
@@ -138,26 +133,32 @@ class VLLMServer(AsyncServerBase):
         if self._status.closed:
             return
         self._status.closed = True
-        engine = self._engine
-        if engine is not None:
+        engine, traffic = self._engine, self._traffic
+        if engine is not None and traffic is not None:
             try:
                 async with asyncio.timeout(_LAST_ANSWERS_S):
-                    await self._fail_all(lambda name: EngineClosedError(f"request {name!r} must end before shutdown"))
+                    await traffic.fail_all(lambda name: EngineClosedError(f"request {name!r} must end before shutdown"))
             except Exception as error:  # whatever keeps it from answering, its processes are to end
                 logger.warning("vllm does not answer at its shutdown (%s: %s)", type(error).__name__, error)
             await engine.shutdown()
-        self._engine = None
+        self._engine = self._traffic = None
         self._log.close()
 
     async def health(self) -> Health:
-        if self._engine is not None and self._status.failure is None and self._engine.is_dead:
-            self._crashed(EngineError("its processes are gone"))
+        engine, traffic = self._engine, self._traffic
+        if engine is None or traffic is None:
+            state, detail = self._status.now()
+            return Health(state, self.policy_version, detail=detail)
+        if self._status.failure is None and engine.is_dead:
+            traffic.crashed(EngineError("its processes are gone"))
         state, detail = self._status.now()
-        if state is EngineState.READY and self._engine is not None:
-            detail = self._engine.description
-        running = sum(request.gate is None for request in self._in_flight.values())
+        running = len(traffic.under_way())
         return Health(
-            state, self.policy_version, num_running=running, num_waiting=len(self._in_flight) - running, detail=detail
+            state,
+            self.policy_version,
+            num_running=running,
+            num_waiting=len(traffic.requests) - running,
+            detail=engine.description if state is EngineState.READY else detail,
         )
 
     def capabilities(self) -> Capabilities:
@@ -179,11 +180,12 @@ class VLLMServer(AsyncServerBase):
             kv_capacity_tokens=None if engine is None else engine.kv_capacity_tokens,
         )
 
-    def _running(self) -> RunningEngine:
-        """The engine of a server that is neither new, nor crashed, nor shut down."""
+    def _started(self) -> tuple[RunningEngine, Traffic]:
+        """The engine of a server that is neither new, nor crashed, nor shut down, and what is under way there."""
         self._status.require_loaded()
         assert self._engine is not None
-        return self._engine
+        assert self._traffic is not None
+        return self._engine, self._traffic
 
     # Requests
 
@@ -202,61 +204,14 @@ class VLLMServer(AsyncServerBase):
         self.refuse_media(media)
         params = SamplingParams.from_mapping(sampling_params)
         self._status.require_serving()
-        engine = self._running()
+        engine, traffic = self._started()
         prompt = checked_prompt(prompt_ids, vocab_size=engine.vocab_size, max_model_len=self.max_model_len)
-        refuse_double(request_id, self._in_flight)
+        refuse_double(request_id, traffic.requests)
         room = self.max_model_len - len(prompt)
         num_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         if num_tokens == 0:
             return nothing_sampled(params, StopReason.LENGTH, self.policy_version)
-        request = Conversing(f"{request_id}#{next(self._serial)}", [self.policy_version])
-        self._in_flight[request_id] = request
-        try:
-            if not await self._pass_gate(request):
-                request.aborted = True
-                return nothing_sampled(params, StopReason.ABORTED, self.policy_version)
-            hold = None if engine.why_no_hold else request.engine_id
-            asked = to_vllm(params, max_tokens=num_tokens, parts=engine.parts, hold=hold)
-            result, held = await self._answer(request, prompt.tolist(), asked)
-            output = to_token_output(result, params, request, exact=engine.exact_spans, answer=held)
-            request.aborted = output.stop_reason is StopReason.ABORTED
-            return output
-        finally:
-            del self._in_flight[request_id]
-            request.gone.set()
-
-    async def _pass_gate(self, request: Conversing) -> bool:
-        """Waits while the server is paused; whether the request goes on."""
-        while self._status.paused is not None:
-            request.gate = asyncio.get_running_loop().create_future()
-            if not await request.gate:
-                return False
-            self._status.require_serving()
-        request.gate = None
-        request.versions = [self.policy_version]
-        return True
-
-    async def _answer(self, request: Conversing, prompt: list[int], asked: Any) -> tuple[Any, HeldAnswer | None]:
-        """vLLM's output of one request and what was held of it, or the error that its caller gets."""
-        engine = self._running()
-        try:
-            answer = await engine.generate(prompt, asked, request.engine_id)
-        except engine.parts.dead_error as error:
-            raise request.failure or self._crashed(error) from error
-        except EngineError:
-            raise
-        except engine.parts.refusals as error:
-            raise EngineInputError(
-                f"request {request.engine_id!r} must be one that vllm serves, got {error}; mend the request"
-            ) from error
-        # vLLM's other errors concern this request only.
-        except Exception as error:
-            raise EngineCrashedError(
-                f"vllm must serve request {request.engine_id!r}, got {type(error).__name__}: {error}; see its log"
-            ) from error
-        if request.failure is not None:
-            raise request.failure
-        return answer
+        return await traffic.serve(request_id, prompt.tolist(), params, num_tokens)
 
     async def chat_completion(self, raw_request: Any) -> dict[str, Any]:
         """Answers an OpenAI-style request through vLLM's own endpoint, or through the injected codec.
@@ -266,7 +221,7 @@ class VLLMServer(AsyncServerBase):
         if self._codec is not None:
             return await answer_chat(self, self._codec, raw_request)
         self._status.require_serving()
-        engine = self._running()
+        engine, traffic = self._started()
         if engine.chat is None:
             raise UnsupportedError(
                 "chat_completion must have a chat template in the checkpoint or a ChatCodec, got neither; "
@@ -275,43 +230,20 @@ class VLLMServer(AsyncServerBase):
         try:
             return await engine.chat.answer(raw_request)
         except engine.parts.dead_error as error:
-            raise self._crashed(error) from error
+            raise traffic.crashed(error) from error
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        engine = self._running()
-        names = list(self._in_flight) if request_ids is None else request_ids
-        found = [self._in_flight[name] for name in dict.fromkeys(names) if name in self._in_flight]
-        for request in found:
-            request.leave_gate(False)
-        await engine.abort([request.engine_id for request in found])
-        await until_gone(found)
-        return sum(request.aborted for request in found)
-
-    async def _fail_all(self, error_for: Any) -> None:
-        """Answers everybody with an error."""
-        requests = list(self._in_flight.items())
-        for name, request in requests:
-            request.failure = failure = error_for(name)
-            request.leave_gate(failure)
-        if requests and self._engine is not None and not self._engine.is_dead:
-            await self._engine.abort([request.engine_id for _, request in requests])
-        await until_gone([request for _, request in requests])
-
-    def _crashed(self, error: BaseException) -> EngineCrashedError:
-        """Notes that the engine is dead, and why, as far as its log tells."""
-        crash = EngineCrashedError(f"engine must not crash, got an error:{explain(self._log.tail(), error)}")
-        if self._status.failure is None and not self._status.closed:
-            self._status.failure = crash
-        return crash
+        _, traffic = self._started()
+        return await traffic.abort(list(traffic.requests) if request_ids is None else request_ids)
 
     # Pause and sleep
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT) -> None:
         """Stops sampling; see `PauseMode` for what becomes of requests in flight. Later requests wait for `resume`."""
         mode = PauseMode(mode)
-        engine = self._running()
+        engine, traffic = self._started()
         self._status.paused = mode
-        under_way = [request for request in self._in_flight.values() if request.gate is None]
+        under_way = traffic.under_way()
         if mode is PauseMode.WAIT:
             # vLLM itself would leave those in its queue that it has not begun.
             for request in under_way:
@@ -323,11 +255,11 @@ class VLLMServer(AsyncServerBase):
             await until_gone(under_way)
 
     async def resume(self) -> None:
-        engine = self._running()
+        engine, traffic = self._started()
         self._status.paused = None
         if not self._status.stale and not self._status.asleep:
             await engine.resume()
-        for request in self._in_flight.values():
+        for request in traffic.requests.values():
             request.leave_gate(True)
 
     async def sleep(self, level: int = 1) -> None:
@@ -335,13 +267,13 @@ class VLLMServer(AsyncServerBase):
 
         Requests in flight end aborted. After level 2 the engine serves only once it was woken and got a complete update.
         """
-        engine = self._running()
+        engine, traffic = self._started()
         if not can_sleep(engine.parts):
             await super().sleep(level)
         check_level(level)
         async with self._changing:
             self._status.asleep.update(SLEEP_TAGS)
-            doomed = list(self._in_flight.values())
+            doomed = list(traffic.requests.values())
             for request in doomed:
                 request.leave_gate(False)
             await engine.sleep(level)
@@ -350,7 +282,7 @@ class VLLMServer(AsyncServerBase):
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         wanted = checked_tags(tags)
-        engine = self._running()
+        engine, _ = self._started()
         async with self._changing:
             if waking := sorted(wanted & self._status.asleep):
                 await engine.wake_up(waking)
@@ -374,7 +306,7 @@ class VLLMServer(AsyncServerBase):
     async def _replace_weights(
         self, manifest: WeightManifest, weights: "Iterable[tuple[str, Tensor]] | WeightRoute"
     ) -> None:
-        engine = self._running()
+        engine, traffic = self._started()
         engine.check_manifest(manifest)
         async with self._changing:
             self._status.require_loaded()
@@ -384,29 +316,27 @@ class VLLMServer(AsyncServerBase):
             try:
                 await engine.replace_weights(manifest, weights, is_awake=not self._status.asleep)
             except BaseException as error:
-                await self._fail_all(
+                await traffic.fail_all(
                     lambda name: EngineNotReadyError(
                         f"request {name!r} must have complete weights, got a failed update; send a complete one"
                     )
                 )
                 if engine.is_dead:
-                    raise self._crashed(error) from error
+                    raise traffic.crashed(error) from error
                 if isinstance(error, EngineError) or not isinstance(error, Exception):
                     raise
                 raise WeightUpdateError(
                     f"vllm must take the weights, got {type(error).__name__}: {error}; send a complete update"
                 ) from error
             self.policy_version = manifest.version
-            for request in self._in_flight.values():
-                request.versions.append(manifest.version)
-                request.num_preempted += 1
+            traffic.note_update(manifest.version)
             self._status.end_update(manifest)
             if self._status.paused is None and not self._status.asleep:
                 await engine.resume()
 
     async def reset_prefix_cache(self) -> None:
         """Forgets all cached state; requests in flight are computed anew where vLLM cannot do it beside them."""
-        engine = self._running()
+        engine, _ = self._started()
         async with self._changing:
             await engine.reset_prefix_cache(is_paused=self._status.paused is not None)
 
