@@ -55,5 +55,5 @@ class Telling(TransformersServer):
 
     @property
     def _weights(self) -> dict[str, Any]:
-        assert self._writer is not None
-        return self._writer._tensors
+        assert self._engine is not None
+        return self._engine.writer._tensors
