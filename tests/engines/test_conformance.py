@@ -130,10 +130,10 @@ class StaleWeights(TransformersServer):
     """Says that it took new weights."""
 
     async def update_weights(self, manifest, weights):
-        self._writer.check(manifest)
+        self._engine.writer.check(manifest)
         for _ in weights:
             pass
-        self.policy_version = self._batcher.policy_version = manifest.version
+        self.policy_version = self._engine.batcher.policy_version = manifest.version
 
 
 class ShiftedLogprobs(TransformersServer):
@@ -237,4 +237,5 @@ async def test_a_broken_server_fails_the_suite(make_model, forward_of, update_fo
             checks=("shape", "weights", caught_by),
         )
     assert f"  {caught_by}: " in str(caught.value)
+    assert "AttributeError" not in str(caught.value), "the fault itself must be found"
     await server.shutdown()
