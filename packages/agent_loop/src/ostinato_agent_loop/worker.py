@@ -191,8 +191,9 @@ async def _run_agent(
     agent = agent_loop_class(task.agent)(context)
     try:
         running = agent.run(sampling_params, **task.row)
-    except TypeError as error:
-        raise _misdeclared(agent.run, sampling_params, task.row, error) from error
+    except TypeError:
+        _check_takes(agent.run, sampling_params, task.row)
+        raise
     if not inspect.isawaitable(running):
         raise AgentLoopOutputError(
             f"run must be a coroutine function, got {running!r:.80} of it; write `async def run`"
@@ -209,18 +210,15 @@ async def _run_agent(
     return outputs
 
 
-def _misdeclared(
-    run: Callable[..., Any], sampling_params: SamplingParams, row: Mapping[str, Any], error: TypeError
-) -> Exception:
-    """What a call of `run` has raised, told by its signature where that does not take the row."""
+def _check_takes(run: Callable[..., Any], sampling_params: SamplingParams, row: Mapping[str, Any]) -> None:
+    """Raises AgentConfigError where the signature of `run` does not take a row."""
     try:
         inspect.signature(run).bind(sampling_params, **row)
     except TypeError as mismatch:
-        return AgentConfigError(
+        raise AgentConfigError(
             f"run must take sampling_params and each field of a row by name, got: {mismatch};"
             " write `async def run(self, sampling_params, **row)`"
-        )
-    return error
+        ) from mismatch
 
 
 async def _staying(running: Awaitable[_T], who: str) -> _T:
