@@ -20,6 +20,5 @@ class TellingTransformers(TransformersServer):
     """The same of the embedded engine."""
 
     async def chat_completion(self, raw_request: Any) -> Any:
-        assert self._writer is not None
-        names, tensors = set(self._writer._required.values()), self._writer._tensors
-        return digests_of(((name, tensor) for name, tensor in tensors.items() if name in names), fused=False)
+        assert self._engine is not None
+        return digests_of(self._engine.writer.parameters.items(), fused=False)

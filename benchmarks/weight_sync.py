@@ -223,8 +223,7 @@ class Bench:
             "times_bound": round(median / found["copy_seconds"], 1),
         }
         tell("syncs", found)
-        if before is not None:
-            await self.compare_bits(before)
+        await self.compare_bits(before)
         await self.compare_log_probs()
 
     async def compare_bits(self, before: dict[str, str]) -> None:
@@ -247,23 +246,17 @@ class Bench:
         fused = self.options.engine == "vllm"
         _, stream = self.backend.weights(version=self.version)
         trainer = asyncio.to_thread(digests_of, stream(), fused=fused)
-        ours, engines = await asyncio.gather(trainer, self.engine_digests())
-        assert engines is not None
-        return ours, engines
+        return await asyncio.gather(trainer, self.engine_digests())
 
-    async def engine_digests(self) -> dict[str, str] | None:
-        """Of the engine's parameters, by its names; None where they cannot be had."""
+    async def engine_digests(self) -> dict[str, str]:
+        """Of the engine's parameters, by its names."""
         server = self.pool.servers[0]
         if self.options.executor == "ray":
             return dict(await server.chat_completion({}))
         if self.options.engine == "vllm":
             (digests,) = await server._engine.llm.collective_rpc("ostinato_weight_digests")
             return dict(digests)
-        writer = getattr(server, "_writer", None)
-        if writer is None:
-            return None
-        names = set(writer._required.values())
-        return digests_of(((name, tensor) for name, tensor in writer._tensors.items() if name in names), fused=False)
+        return digests_of(server._engine.writer.parameters.items(), fused=False)
 
     def train_once(self, backend: Any = None) -> None:
         """One step on random tokens, large enough to be seen in bfloat16."""
@@ -625,7 +618,9 @@ def main(arguments: list[str] | None = None) -> int:
         name: getattr(options, name) for name in ("shape", "device", "dtype", "repeats", "executor", "separate")
     }
     print(json.dumps({**settings, **found, "took_s": round(time.perf_counter() - started, 1)}), flush=True)
-    return int("measure" in found or not all(found.get(name) for name in good))
+    if failed := [name for name in good if not found.get(name)]:
+        print(f"must hold and does not: {', '.join(failed)}", file=sys.stderr)
+    return int("measure" in found or bool(failed))
 
 
 if __name__ == "__main__":

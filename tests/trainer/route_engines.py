@@ -56,4 +56,4 @@ class Telling(TransformersServer):
     @property
     def _weights(self) -> dict[str, Any]:
         assert self._engine is not None
-        return self._engine.writer._tensors
+        return self._engine.writer.parameters

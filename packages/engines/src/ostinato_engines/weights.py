@@ -29,6 +29,11 @@ class WeightWriter:
                 self._required.setdefault(id(tensor), name)
         self._shapes = {id(tensor): tensor.shape for tensor in self._tensors.values()}
 
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """What the model computes with, each tensor once, by the first of its names; not copies."""
+        return {name: self._tensors[name] for name in self._required.values()}
+
     def check(self, manifest: WeightManifest) -> None:
         """Raises `ManifestError` unless the manifest describes every parameter once and nothing else, or some of them where it is partial."""
         check_names(manifest)
