@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -57,13 +59,76 @@ def test_a_cluster_that_is_always_too_slow_is_an_error(starts):
     assert not any(is_running(process.pid) for process in starts.begun)
 
 
-def test_a_cluster_that_wants_a_token_is_said_to(starts):
+@pytest.fixture
+def head():
+    """Something that listens, as the head of a cluster does."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+def unused_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_an_address_where_nothing_answers_is_an_error_in_time(starts, monkeypatch, caplog, scheme):
+    """Ray would go on for minutes; it is not even asked."""
+    monkeypatch.setattr(cluster, "HEAD_TIMEOUT_S", 1.0)
+    address = scheme + unused_address()
+    with (
+        pytest.raises(ClusterError, match=f"at {address}, nothing answers there: .*refused"),
+        connected(address=address),
+    ):
+        pass
+    assert not starts.begun
+    assert [record.levelname for record in caplog.records if "waiting for a head" in record.getMessage()] == ["WARNING"]
+
+
+def test_a_head_that_is_starting_is_waited_for(starts):
+    """A command that is run together with `ray start` finds the head a little later."""
+    address = unused_address()
+    host, port = address.split(":")
+    late: list[socket.socket] = []
+    timer = threading.Timer(1.0, lambda: late.append(socket.create_server((host, int(port)))))
+    timer.start()
+    try:
+        with connected(address=address):
+            assert len(starts.begun) == len(late) == 1
+    finally:
+        timer.join()
+        for listening in late:
+            listening.close()
+
+
+def test_the_address_of_jobs_is_not_that_of_a_cluster(starts, monkeypatch):
+    """RAY_ADDRESS may be set for `ray job submit`, which wants another one."""
+    monkeypatch.setenv(cluster.ADDRESS_VARIABLE, "http://127.0.0.1:8265")
+    with pytest.raises(ClusterError, match=r"ray job submit --address http://127.0.0.1:8265"), connected():
+        pass
+    assert not starts.begun
+
+
+@pytest.mark.parametrize("address", ["auto", "ray://somewhere", "kept://by-others"])
+def test_an_address_without_a_port_is_left_to_ray(starts, address):
+    """Ray knows where such a cluster is."""
+    with connected(address=address):
+        assert len(starts.begun) == 1
+
+
+def test_a_port_that_is_none_is_an_error(starts):
+    """The number is looked at before anything is tried."""
+    with pytest.raises(ClusterError, match=r"HOST:PORT, got 10.0.0.1:six"), connected(address="10.0.0.1:six"):
+        pass
+
+
+def test_a_cluster_that_wants_a_token_is_said_to(starts, head):
     """Ray's own error says that it could not connect, and why only in its cause."""
     error = ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379")
     error.__cause__ = RuntimeError("Last connection error: AuthenticationError: RPC error: InvalidAuthToken: missing")
     starts.errors.append(error)
     message = r"Failed to connect .*; the cluster wants a token: set RAY_AUTH_MODE=token"
-    with pytest.raises(ClusterError, match=message), connected(address="10.0.0.1:6379"):
+    with pytest.raises(ClusterError, match=message), connected(address=head):
         pass
 
 

@@ -9,10 +9,12 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import ray
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 """Where Ray's own tools, `ray job submit` among them, say which cluster to use."""
+HEAD_TIMEOUT_S = 30.0
+"""Longest wait until something answers at a cluster's address: its head may be starting. Ray itself goes on for minutes."""
 NUM_STARTS = 3
 _TOO_SLOW = "timed out during startup"
 """Of what Ray says then."""
@@ -73,6 +77,8 @@ def connected(
         raise ClusterError(
             f"num_cpus must be left out for the cluster at {address}, which knows what it has, got {num_cpus}; remove it"
         )
+    else:
+        _wait_for_head(address)
     if runtime_env:
         options["runtime_env"] = dict(runtime_env)
     before, own = descendants(os.getpid()), None
@@ -82,6 +88,45 @@ def connected(
         yield
     finally:
         _leave(descendants(os.getpid()) - before if own is None else own)
+
+
+def _wait_for_head(address: str) -> None:
+    """Until something listens where the head should, as far as the address says where that is ("auto" does not).
+
+    Raises:
+        ClusterError: Nothing did, or the address is one of jobs.
+    """
+    parts = urlsplit(address if "://" in address else f"ray://{address}")
+    if parts.scheme in ("http", "https"):
+        raise ClusterError(
+            f"address must be that of a cluster, HOST:PORT, got {address}, to which jobs are submitted; write "
+            f"`ray job submit --address {address} -- ...` before the command, or give the address that `ray start --head` printed"
+        )
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ClusterError(
+            f"address must be that of a cluster, HOST:PORT, got {address}: {error}; see what `ray start --head` printed"
+        ) from error
+    if host is None or port is None:
+        return
+    ends, told = time.monotonic() + HEAD_TIMEOUT_S, False
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(ends - time.monotonic(), _POLL_S)).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= ends:
+                raise ClusterError(
+                    f"a cluster must be reached at {address}, nothing answers there: {error}; start its head with "
+                    f"`ray start --head`, or see that this host reaches it"
+                ) from error
+            if not told:
+                logger.warning(
+                    "nothing answers at %s (%s); waiting for a head until %.0f s", address, error, HEAD_TIMEOUT_S
+                )
+            told = True
+        time.sleep(_POLL_S)
 
 
 def init_ray(options: Mapping[str, Any]) -> None:
