@@ -57,13 +57,24 @@ def test_a_head_of_several_numbers_is_refused(tmp_path: Path) -> None:
 def test_an_output_layer_beside_the_embedding_that_it_should_be_is_refused(tmp_path: Path) -> None:
     """Where both are stored and differ, nobody can say which is meant; a copy of the embedding, or nothing, is taken."""
     rows = torch.arange(32.0).view(4, 8)
-    folder_with(tmp_path, **{EMBEDDING: rows}).check_tied()
-    folder_with(tmp_path, **{EMBEDDING: rows, HEAD: rows.clone()}).check_tied()
+    folder_with(tmp_path, **{EMBEDDING: rows}).tie()
+    folder_with(tmp_path, **{EMBEDDING: rows, HEAD: rows.clone()}).tie()
     pretrained = folder_with(tmp_path, **{EMBEDDING: rows, HEAD: rows + 1.0})
     with pytest.raises(
         BackendError, match=r"embed_tokens\.weight and lm_head\.weight.*got two that differ.*critic\.model\.path"
     ):
-        pretrained.check_tied()
+        pretrained.tie()
+
+
+def test_an_embedding_that_is_stored_as_the_output_layer_is_found(tmp_path: Path) -> None:
+    """A tied model may store its one tensor under either name, as `transformers` loads it; one that is not tied must have both."""
+    rows = torch.arange(32.0).view(4, 8)
+    block = Block("embedding", 0, (Part("embedding", (EMBEDDING,), ((4, 8),), Split.ROWS),))
+    pretrained = folder_with(tmp_path, **{HEAD: rows})
+    with pytest.raises(BackendError, match=r"embed_tokens\.weight of shape \[4, 8\], got none"):
+        pretrained.of_block(block)
+    pretrained.tie()
+    assert torch.equal(pretrained.of_block(block)[EMBEDDING], rows)
 
 
 @pytest.mark.parametrize("index", ["[]", "null", '{"weight_map": []}', '{"weight_map": {"model.norm.weight": 1}}', "{"])

@@ -37,6 +37,8 @@ class PretrainedTensors:
         folder = home_path(path, key, BackendError)
         self._files: dict[str, Path] = {}
         self._loaded: Mapping[str, Tensor] = {}
+        self._names: dict[str, str] = {}
+        """Under which names others are stored."""
         try:
             if folder.is_dir():
                 self._files = _stored(folder)
@@ -67,11 +69,16 @@ class PretrainedTensors:
             tensors[name] = tensor
         return tensors
 
-    def check_tied(self) -> None:
-        """Raises BackendError where an output layer lies beside the embedding that it should be, and differs: `transformers` would compute with it,
-        engines would not."""
+    def tie(self) -> None:
+        """Makes one tensor of embedding and output layer, whichever of both is stored.
+
+        Raises:
+            BackendError: both are, and differ: `transformers` would compute with both, engines would not.
+        """
         embedding, head = self._tensor(EMBEDDING), self._tensor(HEAD)
-        if embedding is not None and head is not None and not torch.equal(embedding, head):
+        if embedding is None:
+            self._names[EMBEDDING] = HEAD
+        elif head is not None and not torch.equal(embedding, head):
             raise self._unfit(f"one tensor as {EMBEDDING} and {HEAD}, which config.json ties", "two that differ")
 
     def value_head(self, hidden_size: int) -> tuple[str, ...]:
@@ -86,11 +93,12 @@ class PretrainedTensors:
 
     def _tensor(self, name: str) -> Tensor | None:
         """A whole tensor, on the host; None where there is none. BackendError where its file is missing or damaged."""
-        if name not in self._files:
-            return self._loaded.get(name)
+        stored = self._names.get(name, name)
+        if stored not in self._files:
+            return self._loaded.get(stored)
         try:
-            with safe_open(self._files[name], framework="pt") as file:
-                return file.get_tensor(name)
+            with safe_open(self._files[stored], framework="pt") as file:
+                return file.get_tensor(stored)
         except (OSError, SafetensorError) as error:
             raise self._unfit(name, str(error)) from error
 

@@ -68,7 +68,7 @@ class MegatronRank:
         self._groups = core.join_groups(options.layout, timeout_s=timeout_s)
         pretrained = PretrainedTensors(path)
         if shape.tied:
-            pretrained.check_tied()
+            pretrained.tie()
         source = ModelSource(pretrained, shape, rotary_frequencies(config))
         self.training = MegatronTraining(source, options, self._groups, device)
         """This rank's part of the model."""
