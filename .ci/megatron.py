@@ -12,6 +12,7 @@ from isolate import PACKAGES, REPO, TEST_REQUIREMENTS
 VERSION = "0.19.2"
 TORCH = "torch==2.13.0+cpu"
 OURS = tuple(REPO / "packages" / package for package in PACKAGES)
+OTHERS = ("ray>=2.48", "pyzmq")
 # Imported by megatron-core, which does not declare it.
 UNDECLARED = ("triton",)
 TESTS = (
@@ -22,6 +23,7 @@ TESTS = (
     "tests/trainer/test_megatron_shape.py",
     "tests/trainer/test_megatron_mapping.py",
     "tests/trainer/test_megatron_pretrained.py",
+    "tests/trainer/test_ray_run.py::test_megatrons_ranks_are_actors_too",
     "tests/trainer/test_vocabulary_shard.py",
     "tests/trainer/test_weight_routes.py::test_shares_of_megatrons_ranks_arrive_whole",
     "tests/benchmarks/test_megatron.py",
@@ -31,7 +33,7 @@ TESTS_S = 1800
 
 def install(environment: Environment, version: str) -> None:
     """Megatron and our packages, with torch for the CPU."""
-    environment.pip("install", "-q", TORCH, *TEST_REQUIREMENTS, *OURS, what="installing our packages")
+    environment.pip("install", "-q", TORCH, *TEST_REQUIREMENTS, *OTHERS, *OURS, what="installing our packages")
     megatron = ("--no-deps", "--ignore-requires-python", f"megatron-core=={version}", *UNDECLARED)
     environment.pip("install", "-q", *megatron, what="installing megatron-core")
     environment.must(environment.python, "-W", "ignore", "-c", "import megatron.core", what="loading megatron-core")

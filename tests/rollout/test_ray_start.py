@@ -101,6 +101,17 @@ def test_a_head_that_is_starting_is_waited_for(starts):
             listening.close()
 
 
+def test_settings_that_come_too_late_are_said(starts, monkeypatch, caplog):
+    """A program that has connected itself has decided; what the run's settings ask for beyond that is not lost in silence."""
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: True)
+    with connected():
+        assert not caplog.records
+    with connected(num_cpus=4, runtime_env={"pip": ["numpy"]}):
+        pass
+    assert "num_cpus, runtime_env is not read" in caplog.text
+    assert not starts.begun
+
+
 def test_the_address_of_jobs_is_not_that_of_a_cluster(starts, monkeypatch):
     """RAY_ADDRESS may be set for `ray job submit`, which wants another one."""
     monkeypatch.setenv(cluster.ADDRESS_VARIABLE, "http://127.0.0.1:8265")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from ostinato_trainer.assembly import run_training
+from ostinato_trainer.backends.megatron import setup
 from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.errors import ConfigError
 
@@ -41,9 +45,11 @@ ACTORS = ("trainer.executor=ray", "trainer.n_gpus_per_node=2", "actor_rollout_re
 
 @pytest.fixture(scope="session", autouse=True)
 def cluster():
-    """A cluster for all tests here."""
-    with local_cluster():
-        yield
+    """A cluster for all tests here, whose actors can import what lies beside this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        with local_cluster():
+            yield
 
 
 def steps_of(home: Path, folder: Path, *overrides: str) -> list[dict]:
@@ -88,6 +94,38 @@ def test_a_run_of_actors_learns_as_one_process_does_though_a_rank_is_killed(
     assert scores[1][-1] > 2 * scores[1][0]
     assert actors[-1]["training/num_restarts"] == 1.0
     assert "of 2 must live" in next(step["restart_1"] for step in actors if "restart_1" in step)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None or torch.cuda.is_available(),
+    reason="no megatron.core here, or a GPU; .ci/megatron.py makes an environment for CPUs",
+)
+def test_megatrons_ranks_are_actors_too(quickstart_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tensor ranks give the curve of one process, and go on from their checkpoint after one was killed."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    import megatron_on_cpu  # pyright: ignore[reportMissingImports]
+
+    made = setup.megatron_factory
+    monkeypatch.setattr(setup, "megatron_factory", lambda *args, **keys: megatron_on_cpu.OnCPU(made(*args, **keys)))
+    (tmp_path / "killing.py").write_text(KILLING)
+    alone = steps_of(quickstart_home, tmp_path / "local", "trainer.total_training_steps=4")
+    actors = steps_of(
+        quickstart_home,
+        tmp_path / "ray",
+        *ACTORS,
+        "actor_rollout_ref.actor.strategy=megatron",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "trainer.total_training_steps=4",
+        "trainer.save_freq=1",
+        f"trainer.callbacks=[{tmp_path}/killing.py:Killing]",
+    )
+    assert [step["step"] for step in actors] == [1, 2, 3, 4]
+    for one, other in zip(alone, actors, strict=True):
+        for name in ("critic/score/mean", "actor/grad_norm", "actor/pg_loss"):
+            assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), (one["step"], name)
+    assert actors[-1]["training/num_restarts"] == 1.0
 
 
 @pytest.mark.slow

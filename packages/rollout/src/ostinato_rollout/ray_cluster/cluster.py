@@ -66,6 +66,12 @@ def connected(
         ClusterError: There is no cluster at the address, or Ray does not take the settings.
     """
     if ray.is_initialized():
+        given = {"address": address, "num_cpus": num_cpus, "runtime_env": runtime_env}
+        if unread := [name for name, value in given.items() if value]:
+            logger.warning(
+                "this process is connected to a cluster already: %s is not read; give it to that ray.init",
+                ", ".join(unread),
+            )
         yield
         return
     address = address or os.environ.get(ADDRESS_VARIABLE) or None
