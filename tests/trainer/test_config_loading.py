@@ -220,6 +220,11 @@ def test_broken_files_are_named(content: bytes, expected: str, tmp_path: Path) -
     assert str(file) in message
 
 
+def test_a_key_that_is_to_be_taken_away_is_no_file() -> None:
+    """`~key` removes one elsewhere; here every key has a value."""
+    assert "an override must set a key, got ~trainer.logger" in message_of("~trainer.logger")
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     """A file that is not there is an error with its path."""
     assert str(tmp_path / "no.yaml") in message_of(tmp_path / "no.yaml")

@@ -136,6 +136,11 @@ def _read_file(path: Path, root: type[Struct]) -> _Source:
     try:
         raw = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except FileNotFoundError:
+        if path.name.startswith("~"):
+            raise ConfigError(
+                f"an override must set a key, got {path}, which takes one away elsewhere; write KEY=VALUE with the default that "
+                "`ostinato config` prints"
+            ) from None
         raise ConfigError(
             f"the configuration file must exist, got {path}; check the path, or write KEY=VALUE for an override"
         ) from None
