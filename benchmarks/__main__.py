@@ -13,30 +13,36 @@ NOT_BENCHMARKS = {
     "peers",
     "matrix_script",
     "matrix_templates",
-    "megatron",
     "shapes",
     "step_peer",
     "step_run",
     "step_task",
+    "telling_engines",
     "tokenization_peer",
     "tool_turns",
-    "trainer_gpu",
     "trainer_peer",
     "transport_peer",
+    "updates",
     "virtual_time",
+    "weight_digests",
 }
 
 RUN_BY_ENGINES = {"sglang_server", "vllm_server"}
 """They need environments of their own; `engines` runs them where those are."""
 
 
-RUN_ALONE = {"gsm8k", "learning"}
-"""They take half an hour or need a model: they run where they are named."""
+RUN_ALONE = {"fsdp2", "gsm8k", "learning", "megatron", "trainer_gpu"}
+"""They take half an hour, or need a model or GPUs: they run where they are named."""
+
+
+def benchmarks() -> list[str]:
+    """Their names."""
+    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in NOT_BENCHMARKS)
 
 
 def main() -> int:
     """Run each module in a process of its own; the status is that of the worst."""
-    known = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in NOT_BENCHMARKS)
+    known = benchmarks()
     names = sys.argv[1:] or [name for name in known if name not in RUN_BY_ENGINES | RUN_ALONE]
     unknown = [name for name in names if name not in known]
     if unknown:

@@ -1,12 +1,12 @@
 """Training with Megatron-core on GPUs, beside one device: `PYTHONPATH=.:packages/trainer/src:... python -m benchmarks.megatron`.
 
 Needs megatron-core (extra `megatron`) and what the trainer brings; the packages need no installation. Models have random weights at real shapes,
-or are those of `--model FOLDER`. For each shape:
+or are those of `--model FOLDER`. For each of the `shapes`, and within it for each dtype:
 
-- `logits_float32`, `logits_bfloat16`: of one rank and packed sequences, beside `transformers` and one sequence at a time: root mean square of the
+- `logits`: of one rank and packed sequences, beside `transformers` and one sequence at a time: root mean square of the
   difference over that of the logits. In float32 at most 1e-5. In 16 bits what counts is the distance to the float32 logits: at most 1.25
   times that of `transformers` in 16 bits. `turned` is the same with one projection's rows in reverse, which must be far off.
-- `curve_float32`, `curve_bfloat16`: five GRPO updates on a recorded batch in ranks of their own, as a run has them, beside `strategy=local`: the
+- `curve`: five GRPO updates on a recorded batch in ranks of their own, as a run has them, beside `strategy=local`: the
   largest difference of losses, entropies, divergences and gradient norms, over the largest value of each: at most 1e-3 and 0.05, or three times
   what padding instead of packing makes of it on one device (`noise`). `control` is what a learning rate of half as much again makes of it, which
   must be beyond that twice.

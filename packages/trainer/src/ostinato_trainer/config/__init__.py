@@ -1,7 +1,7 @@
 """The whole configuration as one typed tree: `Config`.
 
 Frozen structs with unknown fields forbidden; each node is defined where it is read and composed here. Loading, with
-its messages for unknown and renamed keys, is `config_loading`; what cannot run in this version is `config_checks`.
+its messages for unknown and renamed keys, is `config.loading`; what cannot run in this version is `config.checks`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the algorithm's keys may get wrong together, and which of them the chosen estimator and loss do not read.
 
-Part of `config_checks`; knows no torch, except where it is asked which estimators and losses are registered.
+Part of `config.checks`; knows no torch, except where it is asked which estimators and losses are registered.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the keys about sampling and waiting may get wrong, and which of them nothing reads: see `config_checks`."""
+"""What the keys about sampling and waiting may get wrong, and which of them nothing reads: see `config.checks`."""
 
 from __future__ import annotations
 

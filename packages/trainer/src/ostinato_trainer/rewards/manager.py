@@ -2,7 +2,7 @@
 
 A scorer that raises, hangs or answers with no finite number makes an error, which the agent loop records as a failure of that
 trajectory; it never makes a zero. Functions and models are asked a few at a time, each answer with a deadline; what a reward is made
-of is `reward_parts`.
+of is `rewards.parts`.
 """
 
 from __future__ import annotations
