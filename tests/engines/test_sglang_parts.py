@@ -168,7 +168,8 @@ def test_legs_make_one_answer():
 
 
 def test_how_a_leg_ends_a_request():
-    """An abort that was asked for ends with the tokens so far, one that was not is an error, and a stop id counts in any leg."""
+    """An abort that was asked for ends with the tokens so far, one that was not is an error, and a stop id counts in any leg, once its logprob is
+    told."""
     aborted = turn()
     aborted.halt = Halt.ABORT
     assert aborted.take(answered([4], "abort")) is StopReason.ABORTED
@@ -178,6 +179,10 @@ def test_how_a_leg_ends_a_request():
     full = turn()
     full.halt = Halt.ABORT
     assert full.take(answered([4] * 6, "abort")) is StopReason.LENGTH
+    untold = turn(stop_token_ids=(4,))
+    untold.halt = Halt.INTERRUPT
+    assert untold.take(Generated([4], MetaInfo(FinishReason("abort"), output_token_logprobs=[]))) is None
+    assert untold.token_ids == []
     with pytest.raises(EngineCrashedError, match="got an abort from sglang"):
         turn().take(answered([], "abort"))
     with pytest.raises(EngineCrashedError, match="must be those of the tokens"):

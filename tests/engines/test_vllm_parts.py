@@ -27,6 +27,7 @@ from ostinato_engines import (
     EngineState,
     ManifestError,
     MissingDependencyError,
+    PauseMode,
     SamplingParams,
     StopReason,
     TensorSpec,
@@ -565,6 +566,67 @@ async def test_an_engine_that_does_not_answer_is_shut_down_all_the_same(num_requ
     assert engine.was_shut_down
     assert engine.num_orders == num_requests
     assert ("does not answer at its shutdown" in caplog.text) is bool(num_requests)
+
+
+class Sleeper:
+    """An engine with memory to free and requests that end where they are computed."""
+
+    is_dead = False
+    parts = SimpleNamespace(device_type="cuda", arg_names={"enable_sleep_mode"}, version="0")
+
+    def __init__(self) -> None:
+        self.computes = asyncio.Event()
+        self.computes.set()
+        self.has_weights = True
+
+    async def sleep(self, level) -> None:
+        self.has_weights = level < 2
+        await asyncio.Event().wait()
+
+    async def wake_up(self, tags) -> None: ...
+
+    async def pause(self, mode) -> None:
+        self.computes.clear()
+
+    async def resume(self) -> None:
+        self.computes.set()
+
+
+def served_by(engine, *requests):
+    """A started server over an engine."""
+    server = VLLMServer("no-such-model")
+    server._engine, server._traffic = engine, Traffic(engine, server._status, server._log, version=0)
+    server._traffic.requests = {request.engine_id: request for request in requests}
+    server._status.loaded, server._status.base = True, "whole"
+    return server
+
+
+async def test_weights_that_a_cancelled_sleep_has_freed_are_not_served():
+    """Nobody waits for the answer to the order to free them; the engine wakes without weights, and takes a whole update alone."""
+    server = served_by(engine := Sleeper())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(server.sleep(2), 0.2)
+    assert not engine.has_weights
+    await server.wake_up()
+    assert (await server.health()).state is EngineState.STALE
+    with pytest.raises(ManifestError, match="send the whole model"):
+        server._status.require_base(WeightManifest(1, (), changing=("a",), base="whole", is_partial=True))
+
+
+async def test_what_a_pause_keeps_ends_in_one_that_waits():
+    """An engine that is to finish what is under way computes it, also where it was frozen before."""
+    request = Conversing("a#1", [0])
+    server = served_by(engine := Sleeper(), request)
+
+    async def computed() -> None:
+        await engine.computes.wait()
+        request.gone.set()
+
+    await server.pause(PauseMode.KEEP)
+    computing = asyncio.create_task(computed())
+    await asyncio.wait_for(server.pause(PauseMode.WAIT), 30)
+    await computing
+    assert not engine.computes.is_set()
 
 
 async def test_who_still_waits_at_shutdown_is_told():

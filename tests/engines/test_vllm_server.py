@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import itertools
+import json
 import multiprocessing
 import os
 import signal
@@ -17,6 +18,7 @@ if importlib.util.find_spec("vllm") is None:
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
 
@@ -482,6 +484,57 @@ async def test_which_schedulers_can_hold():
     assert ("Another" in why, chosen) == (True, "")
     why, chosen = outcome(Scheduler, cores=2)
     assert ("data_parallel_size" in why, chosen) == (True, "")
+
+
+def save_adapter(folder, seed):
+    """A LoRA adapter on queries and values of the tiny model, in PEFT's format; what adds it to a model."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors, added = {}, {}
+    for name, parameter in new_model(0).named_parameters():
+        if name.endswith(("q_proj.weight", "v_proj.weight")):
+            rows, columns = parameter.shape
+            down, up = torch.randn(4, columns, generator=generator), torch.randn(rows, 4, generator=generator)
+            of = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors |= {f"{of}.lora_A.weight": 0.3 * down, f"{of}.lora_B.weight": 0.3 * up}
+            added[name] = 2.0 * (0.3 * up) @ (0.3 * down)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": "tiny"}))
+
+    def add(model):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter += added.get(name, 0.0)
+        return model
+
+    return add
+
+
+async def test_an_adapter_takes_part_in_every_answer(checkpoint, tmp_path):
+    """Turns and chat come from the model with the adapter, before and after an update of what is beneath it."""
+    add = save_adapter(tmp_path / "adapter", seed=1)
+    server = VLLMServer(checkpoint, lora=tmp_path / "adapter", **OPTIONS)
+    await server.start()
+    try:
+        prompt, greedy = [3, 10, 11, 4, 5], {"max_tokens": 6, "temperature": 0}
+        request = {"messages": [{"role": "user", "content": "w10 w11"}], "ignore_eos": True, **greedy}
+        for seed in (0, 1):
+            if seed:
+                update = update_to(seed, 1)
+                await server.update_weights(update.manifest, update.make_weights())
+            output = await server.generate(prompt, greedy, f"turn-{seed}")
+            ids = prompt + list(output.token_ids)
+            wanted, without = (
+                torch.from_numpy(forward_of(model)(ids)[len(prompt) - 1 : -1]).argmax(-1).tolist()
+                for model in (add(new_model(seed)), new_model(seed))
+            )
+            assert list(output.token_ids) == wanted != without
+            for named in ({}, {"model": str(checkpoint)}, {"model": "adapter"}):
+                answer = await server.chat_completion({**request, **named})
+                assert answer["choices"][0]["message"]["content"].split() == [f"w{index}" for index in wanted]
+    finally:
+        await server.shutdown()
 
 
 async def test_an_engine_that_does_not_start(checkpoint):

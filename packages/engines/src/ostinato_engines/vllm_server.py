@@ -242,9 +242,11 @@ class VLLMServer(AsyncServerBase):
         """Stops sampling; see `PauseMode` for what becomes of requests in flight. Later requests wait for `resume`."""
         mode = PauseMode(mode)
         engine, traffic = self._started()
-        self._status.paused = mode
+        before, self._status.paused = self._status.paused, mode
         under_way = traffic.under_way()
         if mode is PauseMode.WAIT:
+            if before is PauseMode.KEEP and not self._status.stale and not self._status.asleep:
+                await engine.resume()  # those that it keeps are to end
             # vLLM itself would leave those in its queue that it has not begun.
             for request in under_way:
                 await request.gone.wait()
@@ -273,12 +275,12 @@ class VLLMServer(AsyncServerBase):
         check_level(level)
         async with self._changing:
             self._status.asleep.update(SLEEP_TAGS)
+            self._status.stale = self._status.stale or level == 2  # also where no answer is waited for
             doomed = list(traffic.requests.values())
             for request in doomed:
                 request.leave_gate(False)
             await engine.sleep(level)
             await until_gone(doomed)
-            self._status.stale = self._status.stale or level == 2
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         wanted = checked_tags(tags)

@@ -95,7 +95,7 @@ class Turn:
         self.num_preempted += meta.num_retractions
         halt, self.halt = self.halt, None
         # Of an aborted leg the last token may be one that ends the turn.
-        if answer.output_ids and self.token_ids[-1] in self.params.stop_token_ids:
+        if self.token_ids and self.token_ids[-1] in self.params.stop_token_ids:
             return StopReason.STOP
         if self.num_left <= 0 or finish.type == "length":
             return StopReason.LENGTH

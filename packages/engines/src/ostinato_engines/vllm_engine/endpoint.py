@@ -1,5 +1,6 @@
 """vLLM's own OpenAI chat endpoint, without a web server: a mapping in, a mapping out."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +13,14 @@ from ostinato_engines.vllm_engine.probe import ChatParts
 class ChatEndpoint:
     """The chat endpoint of one engine; see `make_endpoint`."""
 
-    def __init__(self, chat: Any, request_type: Any, model: str, refusals: tuple[type[Exception], ...]) -> None:
+    def __init__(
+        self, chat: Any, request_type: Any, model: str, adapter: str | None, refusals: tuple[type[Exception], ...]
+    ) -> None:
         self._chat = chat
         self._refusals = refusals
         self._request_type = request_type
         self._model = model
+        self._adapter = adapter
 
     async def answer(self, raw_request: Any) -> dict[str, Any]:
         """Answers one chat request, not streamed.
@@ -36,7 +40,7 @@ class ChatEndpoint:
         if raw_request.get("stream"):
             raise EngineInputError("stream must be false, got true; ask for whole answers")
         try:
-            request = self._request_type(**{**raw_request, "model": raw_request.get("model") or self._model})
+            request = self._request_type(**{**raw_request, "model": self._name_of(raw_request.get("model"))})
             response = await self._chat.create_chat_completion(request)
         except self._refusals as error:
             raise EngineInputError(
@@ -49,19 +53,30 @@ class ChatEndpoint:
             )
         return response.model_dump(mode="json")
 
+    def _name_of(self, asked: Any) -> Any:
+        """vLLM's name of what a request asks for: the adapter is the model's, whichever way the model is asked for."""
+        name = asked or self._model
+        return self._adapter if self._adapter is not None and name == self._model else name
+
 
 async def make_endpoint(
-    llm: Any, model: str, parts: ChatParts, refusals: tuple[type[Exception], ...]
+    llm: Any, model: str, adapter: Any, parts: ChatParts, refusals: tuple[type[Exception], ...]
 ) -> ChatEndpoint | None:
-    """The endpoint of a started engine; None where the model has no tokenizer or no chat template."""
+    """The endpoint of a started engine, whose answers an adapter takes part in (vLLM's `LoRARequest`, or None); None where the model has no
+    tokenizer or no chat template."""
     tokenizer = getattr(llm, "tokenizer", None)
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         return None
-    args = parts.make_arg_parser(parts.flexible_parser()).parse_args(["--model", model])
+    arguments = ["--model", model]
+    if adapter is not None:
+        arguments += ["--lora-modules", json.dumps({"name": adapter.lora_name, "path": adapter.lora_path})]
+    args = parts.make_arg_parser(parts.flexible_parser()).parse_args(arguments)
     state = SimpleNamespace()
     await parts.init_app_state(llm, state, args, supported_tasks=await llm.get_supported_tasks())
     chat = getattr(state, "openai_serving_chat", None)
-    return None if chat is None else ChatEndpoint(chat, parts.chat_request, model, refusals)
+    if chat is None:
+        return None
+    return ChatEndpoint(chat, parts.chat_request, model, None if adapter is None else adapter.lora_name, refusals)
 
 
 def has_tokenizer(model: str) -> bool:

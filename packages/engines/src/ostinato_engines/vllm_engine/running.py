@@ -79,10 +79,12 @@ class RunningEngine:
             obstacles = await llm.collective_rpc("ostinato_get_ready")
             places = await llm.collective_rpc("ostinato_place")
             tensors, why_not = _tensors_of(llm, options)
-            chat = None if parts.chat is None else await make_endpoint(llm, options.model, parts.chat, parts.refusals)
             adapter = None if options.lora is None else parts.lora_request("adapter", 1, options.lora)
             if adapter is not None:
                 await llm.add_lora(adapter)
+            chat = None
+            if parts.chat is not None:
+                chat = await make_endpoint(llm, options.model, adapter, parts.chat, parts.refusals)
         except BaseException:
             await asyncio.to_thread(llm.shutdown)
             raise
