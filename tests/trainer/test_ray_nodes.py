@@ -18,8 +18,10 @@ pytest.importorskip("zmq")
 from ostinato_rollout.ray_cluster.testing import descendants
 
 PROGRAM = '''
+import contextlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -85,13 +87,17 @@ def has_a_rank(node):
 
 
 def lose_a_node(step, metrics):
-    """After two steps and after four, a node with a rank ends."""
+    """After two steps and after four, a node with a rank ends, with all that runs there: left alone, a rank would do more steps."""
     if step != 2 * (len(lost) + 1):
         return
     node = next(node for node in nodes if has_a_rank(node))
     nodes.remove(node)
     lost.append(node.node_ip_address)
+    started = descendants(node.all_processes["raylet"][0].process.pid)
     cluster.remove_node(node, allow_graceful=False)
+    for pid in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 cluster, lost = Cluster(), []

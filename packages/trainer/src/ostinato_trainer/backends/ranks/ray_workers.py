@@ -212,6 +212,8 @@ class RankActors:
             asyncio.ensure_future(rank.ask("serve", request))
             for rank, request in zip(self._ranks, requests, strict=True)
         ]
+        for answer in asked:
+            answer.add_done_callback(_noticed)
         waiting: set[asyncio.Future[Any]] = set(asked)
         loop = asyncio.get_running_loop()
         deadline, failures = loop.time() + self._call_timeout_s, {}
@@ -254,6 +256,12 @@ class RankActors:
             ) from error
         except ClusterError as error:
             raise BackendError(f"the answer of rank {number} to {method} must arrive, got {error}") from error
+
+
+def _noticed(answer: asyncio.Future[Any]) -> None:
+    """Of several lost ranks one is told of: the loop is not to miss that the others were asked for."""
+    if not answer.cancelled():
+        answer.exception()
 
 
 async def _follow(rank: ActorProcess) -> None:
