@@ -1,6 +1,7 @@
 """What a forwarding server asks is what the table at the other end answers."""
 
 import asyncio
+import time
 
 import msgspec
 import pytest
@@ -166,6 +167,29 @@ async def test_a_refused_update_ends_at_once():
     told.can_update = False
     with pytest.raises(UnsupportedError, match="cannot update its weights"):
         await Forwarding(told).update_weights(MANIFEST, [])
+
+
+async def test_an_engine_may_take_longer_to_load_than_a_single_answer(monkeypatch):
+    """What both ends wait for by default is for one message between programs that have nothing else to do; here one loads, the other gathers."""
+    torch = pytest.importorskip("torch")
+    from ostinato_engines.weight_transfer import WeightReceiver, WeightSender
+
+    for end in (WeightSender, WeightReceiver):
+        monkeypatch.setitem(end.__init__.__kwdefaults__, "timeout_s", 0.2)
+
+    class Loading(Told):
+        async def update_weights(self, manifest, weights):
+            await asyncio.to_thread(list, weights)
+            await asyncio.sleep(0.5)
+            self.policy_version = manifest.version
+
+    def gathered():
+        time.sleep(0.5)
+        yield "w", torch.zeros(1)
+
+    loading = Loading()
+    await Forwarding(loading).update_weights(MANIFEST, gathered())
+    assert loading.policy_version == 1
 
 
 async def test_an_end_that_does_not_come_for_the_weights_is_not_waited_for():

@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import struct
+import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from ostinato_engines import (
     EngineClosedError,
     EngineCrashedError,
+    EngineError,
     EngineInputError,
     EngineLoadError,
     EngineNotReadyError,
@@ -34,6 +36,7 @@ from ostinato_engines import (
     UnsupportedError,
     WeightManifest,
     WeightUpdateError,
+    WeightUpdateTimeoutError,
 )
 from ostinato_engines.testing import reference_distribution
 from ostinato_engines.vllm_engine.diagnosis import explain, last_lines_that_matter, likely_cure
@@ -43,7 +46,7 @@ from ostinato_engines.vllm_engine.probe import find_vllm
 torch = pytest.importorskip("torch")
 
 from ostinato_engines.sampling import exponentials, position_keys, stream_keys  # noqa: E402
-from ostinato_engines.vllm_engine.answers import Conversing, to_token_output  # noqa: E402
+from ostinato_engines.vllm_engine.answers import Conversing, to_token_output, until_gone  # noqa: E402
 from ostinato_engines.vllm_engine.batch_rows import BatchRows  # noqa: E402
 from ostinato_engines.vllm_engine.checkpoint import CheckpointTensors  # noqa: E402
 from ostinato_engines.vllm_engine.fan_out import memory_for, send_to_all  # noqa: E402
@@ -566,6 +569,84 @@ async def test_an_engine_that_does_not_answer_is_shut_down_all_the_same(num_requ
     assert engine.was_shut_down
     assert engine.num_orders == num_requests
     assert ("does not answer at its shutdown" in caplog.text) is bool(num_requests)
+
+
+class Receiving:
+    """An LLM of workers that take updates as vLLM's do, each in a thread; `comes` says which of them come, `dies` that all end then."""
+
+    def __init__(self, num_workers: int, comes=(True,), dies: bool = False) -> None:
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=num_workers))
+        self.errored, self._comes, self._dies, self.arrived = False, comes, dies, threading.Event()
+
+    def _work(self, rank: int, path: str) -> str:
+        if not self._comes[rank]:
+            return "ConnectionError: it could not come"
+        if self._dies:
+            connect(path).close()
+            self.errored = True
+            return "never told"
+        worker = SimpleNamespace(rank=rank, _ostinato_apply=lambda update: (list(update), update.finish()))
+        self.arrived.set()
+        return WeightExtension.ostinato_receive_weights(worker, [*["", ""][:rank], path])
+
+    async def collective_rpc(self, name, args):
+        (paths,) = args
+        answers = await asyncio.gather(*(asyncio.to_thread(self._work, *each) for each in enumerate(paths)))
+        if self.errored:
+            await asyncio.Event().wait()
+        return answers
+
+
+def sending(llm, weights):
+    """An update of one tensor under way."""
+    manifest = WeightManifest.from_tensors(1, [("a", torch.zeros(4))])
+    return asyncio.ensure_future(running_on(llm)._send(manifest, weights))
+
+
+def running_on(llm):
+    """A running engine over this LLM."""
+    silent = {"why_no_update": "", "why_no_hold": "", "why_row_by_row": "", "workers": ()}
+    return RunningEngine(llm=llm, parts=None, chat=None, lora=None, tensors=None, **silent)
+
+
+async def test_an_engine_that_dies_in_an_update_ends_it():
+    """vLLM leaves the call unanswered then; the sender learns that nobody reads."""
+    update = sending(Receiving(1, dies=True), iter([("a", torch.zeros(4))]))
+    with pytest.raises(EngineError):
+        await asyncio.wait_for(update, 60)
+
+
+async def test_a_cancelled_update_lets_the_workers_go():
+    """Also where one has come and the source has given nothing yet: it would wait, and the engine with it."""
+    release, llm = threading.Event(), Receiving(1)
+
+    def source():
+        release.wait(120)
+        yield "a", torch.zeros(4)
+
+    update = sending(llm, source())
+    assert await asyncio.to_thread(llm.arrived.wait, 60)
+    update.cancel()
+    try:
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(update, 60)
+    finally:
+        release.set()
+
+
+async def test_a_worker_that_came_alone_is_let_go(monkeypatch):
+    """Where another does not come, there is no update; who waits for one learns it, and the error says who is missing."""
+    monkeypatch.setattr("ostinato_engines.vllm_engine.fan_out.CONNECT_S", 0.5)
+    update = sending(Receiving(2, comes=(False, True)), iter([("a", torch.zeros(4))]))
+    with pytest.raises(WeightUpdateTimeoutError, match="got nobody"):
+        await asyncio.wait_for(update, 60)
+
+
+async def test_answers_that_do_not_come_are_an_error_that_says_so(monkeypatch):
+    """Whoever waits for vLLM's last words is told what was waited for."""
+    monkeypatch.setattr("ostinato_engines.vllm_engine.answers._ANSWER_S", 0.05)
+    with pytest.raises(EngineCrashedError, match=r"requests must be answered within 0\.05 s"):
+        await until_gone([Conversing("a#1", [0])])
 
 
 class Sleeper:

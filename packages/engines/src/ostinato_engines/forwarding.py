@@ -75,7 +75,7 @@ class ForwardingServer(AsyncServerBase):
         if not self.capabilities().weight_update:
             engine = self.capabilities().engine
             raise UnsupportedError(f"{engine} cannot update its weights; start a new one from a checkpoint")
-        from ostinato_engines.weight_transfer import WeightListener, WeightSender, send_weights
+        from ostinato_engines.weight_transfer import LOADING_S, WeightListener, WeightSender, send_weights
 
         with WeightListener() as listener:
             receiving = asyncio.ensure_future(self._ask("receive_weights", str(listener.path), object))
@@ -84,7 +84,7 @@ class ForwardingServer(AsyncServerBase):
                 await asyncio.wait([receiving, connecting], return_when=asyncio.FIRST_COMPLETED)
                 if receiving.done():
                     await receiving
-                sender = WeightSender(await asyncio.shield(connecting))
+                sender = WeightSender(await asyncio.shield(connecting), timeout_s=LOADING_S)
                 try:
                     await send_weights(sender, manifest, weights)
                 finally:
@@ -106,11 +106,12 @@ class _AlongRoute(msgspec.Struct, frozen=True):
 
 
 async def _end_wait(connecting: "asyncio.Future[socket.socket]", path: Path) -> None:
-    """Lets a thread go that waits for an end which will not come: its own caller comes instead."""
+    """Lets a thread go that waits for an end which will not come: its own caller comes instead. What came is closed."""
     if not connecting.done():
         from ostinato_engines.weight_transfer import connect
 
         await asyncio.to_thread(lambda: connect(path).close())
+    with suppress(EngineError):
         (await connecting).close()
 
 
@@ -124,7 +125,8 @@ def answers_of(server: AsyncServerBase) -> dict[str, AnswerCall]:
         # It imports torch, which takes seconds where nobody has yet: too long for a loop that gives signs of life.
         transfer = await asyncio.to_thread(importlib.import_module, "ostinato_engines.weight_transfer")
         connection = await asyncio.to_thread(transfer.connect, _decoded(raw, str))
-        await transfer.serve_weight_updates(server, transfer.WeightReceiver(connection))
+        receiver = transfer.WeightReceiver(connection, timeout_s=transfer.LOADING_S)
+        await transfer.serve_weight_updates(server, receiver)
 
     async def receive_along_route(raw: msgspec.Raw) -> None:
         asked = _decoded(raw, _AlongRoute)

@@ -41,10 +41,17 @@ class Conversing:
 
 
 async def until_gone(requests: Iterable[Conversing]) -> None:
-    """Returns once those who wait for these requests have their answers: vLLM has queued them already."""
-    async with asyncio.timeout(_ANSWER_S):
-        for request in requests:
-            await request.gone.wait()
+    """Returns once those who wait for these requests have their answers: vLLM has queued them already.
+
+    Raises:
+        EngineCrashedError: It has not.
+    """
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            for request in requests:
+                await request.gone.wait()
+    except TimeoutError as error:
+        raise EngineCrashedError(f"requests must be answered within {_ANSWER_S:g} s, got no answer; restart") from error
 
 
 def nothing_sampled(params: SamplingParams, reason: StopReason, version: int) -> TokenOutput:

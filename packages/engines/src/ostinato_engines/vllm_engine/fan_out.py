@@ -6,25 +6,48 @@ Invariant: one tensor of the source lives at a time, and none is replaced before
 import asyncio
 import itertools
 import logging
+import socket
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 from torch import Tensor
 
 from ostinato_engines import device as devices
 from ostinato_engines.types import WeightManifest
 from ostinato_engines.weight_routes import WeightPlace
-from ostinato_engines.weight_transfer import MemoryKind, WeightListener, WeightSender
+from ostinato_engines.weight_transfer import LOADING_S, MemoryKind, WeightListener, WeightSender
 from ostinato_engines.weight_transfer.memory import memory_on
 
 logger = logging.getLogger(__name__)
 
 _SAID = {MemoryKind.DEVICE: "the device's", MemoryKind.SHARED: "the host's"}
 CONNECT_S = 60.0
-_ANSWER_S = 600.0
-"""Longest wait for a worker: it loads a layer meanwhile, or makes a whole model ready."""
+
+
+class _Arrivals:
+    """The connections of workers; none is left open once it is closed, whichever thread gets it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connections: list[socket.socket] = []
+        self._is_over = False
+
+    def accept(self, listener: WeightListener) -> socket.socket:
+        """See `WeightListener.accept`."""
+        connection = listener.accept(timeout_s=CONNECT_S)
+        with self._lock:
+            self._connections.append(connection)
+            if self._is_over:
+                connection.close()
+        return connection
+
+    def close(self) -> None:
+        """Workers that still wait for something learn that nothing comes."""
+        with self._lock:
+            self._is_over = True
+            for connection in self._connections:
+                connection.close()
 
 
 class _Shared:
@@ -94,8 +117,9 @@ async def send_to_all(
     # A pool of its own: with fewer threads than readers, none would get on.
     pool = ThreadPoolExecutor(len(listeners), thread_name_prefix="weights")
     senders: list[WeightSender] = []
+    arrivals = _Arrivals()
     try:
-        accepted = [loop.run_in_executor(pool, partial(one.accept, timeout_s=CONNECT_S)) for one in listeners]
+        accepted = [loop.run_in_executor(pool, arrivals.accept, listener) for listener in listeners]
         kind, device = await loop.run_in_executor(pool, lambda: memory_for(shared.peek(), workers))
         logger.info(
             "Weights of version %d go to %d vLLM worker(s) through %s memory",
@@ -106,7 +130,7 @@ async def send_to_all(
         for outcome in await asyncio.gather(*accepted, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
-            senders.append(WeightSender(outcome, memory=kind, device=device, timeout_s=_ANSWER_S))
+            senders.append(WeightSender(outcome, memory=kind, device=device, timeout_s=LOADING_S))
         sends = [loop.run_in_executor(pool, shared.send, sender, manifest) for sender in senders]
         try:
             outcomes = await asyncio.shield(asyncio.gather(*sends, return_exceptions=True))
@@ -120,6 +144,7 @@ async def send_to_all(
     finally:
         for sender in senders:
             sender.close()
+        arrivals.close()
         pool.shutdown(wait=False)
 
 

@@ -301,7 +301,8 @@ class RunningEngine:
         with ExitStack() as stack:
             listeners = [stack.enter_context(WeightListener()) for _ in range(self.num_workers)]
             paths = [str(listener.path) for listener in listeners]
-            receiving = asyncio.ensure_future(self.llm.collective_rpc("ostinato_receive_weights", args=(paths,)))
+            receives = self.llm.collective_rpc("ostinato_receive_weights", args=(paths,))
+            receiving = asyncio.ensure_future(self._reply(receives, "take the weights"))
             sending = asyncio.ensure_future(send_to_all(listeners, manifest, weights, self.workers))
             try:
                 await asyncio.wait([receiving, sending], return_when=asyncio.FIRST_COMPLETED)
@@ -314,10 +315,11 @@ class RunningEngine:
                 await sending
             finally:
                 sending.cancel()
-                with suppress(Exception):
-                    await receiving
                 with suppress(Exception, asyncio.CancelledError):
                     await sending
+                stack.close()  # a worker that comes too late is turned away
+                with suppress(Exception):
+                    await receiving
 
 
 def _tensors_of(llm: Any, options: LaunchOptions) -> tuple[CheckpointTensors | None, str]:

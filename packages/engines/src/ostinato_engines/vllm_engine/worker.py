@@ -19,7 +19,14 @@ from ostinato_engines.errors import WeightUpdateError
 from ostinato_engines.types import WeightManifest
 from ostinato_engines.vllm_engine.sampling import OUR_PROCESSORS
 from ostinato_engines.weight_routes import WeightRoute
-from ostinato_engines.weight_transfer import IncomingUpdate, RouteFollower, RouteUpdate, WeightReceiver, connect
+from ostinato_engines.weight_transfer import (
+    LOADING_S,
+    IncomingUpdate,
+    RouteFollower,
+    RouteUpdate,
+    WeightReceiver,
+    connect,
+)
 from ostinato_engines.weight_transfer.layout import as_bytes
 
 _RELOAD = "vllm.model_executor.model_loader.reload"
@@ -66,14 +73,16 @@ class WeightExtension:
             raised: where several workers raise, vLLM reads one answer, and takes the next for that of its next call.
         """
         try:
-            receiver = WeightReceiver(connect(paths[self.rank]))
+            receiver = WeightReceiver(connect(paths[self.rank]), timeout_s=LOADING_S)
             try:
-                update = receiver.next_update()
+                update = receiver.next_update(forever=False)
                 if update is not None:
                     self._ostinato_apply(update)
             finally:
                 with suppress(WeightUpdateError):
-                    receiver.next_update()  # waits for the goodbye: the sender must read first what became of the update
+                    receiver.next_update(
+                        forever=False
+                    )  # waits for the goodbye: the sender must read first what became of the update
                 receiver.close()
         # The border between two processes, whose other end raises it.
         except Exception as error:

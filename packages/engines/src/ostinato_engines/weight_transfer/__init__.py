@@ -11,6 +11,7 @@ from ostinato_engines.errors import MissingDependencyError
 try:
     from ostinato_engines.weight_transfer.along import RouteFollower, RouteUpdate, decline, follow_route
     from ostinato_engines.weight_transfer.broadcast import BroadcastSender, KeptGroup
+    from ostinato_engines.weight_transfer.channel import LOADING_S
     from ostinato_engines.weight_transfer.disk import StoredWeights, write_weights
     from ostinato_engines.weight_transfer.memory import MemoryKind
     from ostinato_engines.weight_transfer.receiver import IncomingUpdate, WeightReceiver
@@ -25,6 +26,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = [
+    "LOADING_S",
     "BroadcastSender",
     "IncomingUpdate",
     "KeptGroup",
