@@ -713,6 +713,21 @@ async def test_a_sleeping_engine_has_memory_for_the_weights_that_it_takes(starte
     assert not any(engine.asleep for engine in engines)
 
 
+@pytest.mark.parametrize("kind", [DeepSleeper, Engine])
+async def test_a_replica_that_waits_for_weights_takes_them_in_a_sleeping_pool(started, kind):
+    """It sleeps like the others, if its kind does, so it is woken for them like the others."""
+    pool, engines, _ = await started(engines=[kind(), kind()])
+    pool._revival._make_server = lambda index: kind()
+    await pool.update_weights(manifest(1), list)
+    pool.take_out(engines[0], failure_of("it died"))
+    await until(lambda: pool.states[0] is ReplicaState.WAITING_FOR_WEIGHTS)
+    await pool.sleep()
+    await pool.update_weights(manifest(2), list)
+    assert (set(pool.states.values()), pool.lost) == ({ReplicaState.ASLEEP}, {})
+    await pool.wake_up()
+    assert (serving(pool), [server.policy_version for server in pool.servers]) == ([0, 1], [2, 2])
+
+
 # Drain and replace
 
 

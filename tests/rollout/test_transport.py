@@ -443,6 +443,46 @@ async def test_a_cancelled_caller_cancels_the_request():
         assert remote.stats.num_resent == 0
 
 
+class Reluctant(Watched):
+    """Refuses a conversation that is under way, and ends a cancelled turn once it is let go."""
+
+    def __init__(self):
+        super().__init__()
+        self.under_way: set[str] = set()
+        self.let_go = asyncio.Event()
+
+    async def generate(self, prompt_ids, sampling_params, request_id, media=()):
+        if request_id in self.under_way:
+            raise EngineInputError(f"request_id must not be in flight, got {request_id!r}; end it first")
+        self.under_way.add(request_id)
+        try:
+            return await super().generate(prompt_ids, sampling_params, request_id)
+        except asyncio.CancelledError:
+            await self.let_go.wait()
+            raise
+        finally:
+            self.under_way.discard(request_id)
+
+
+async def test_a_turn_waits_for_all_that_were_cancelled_before_it():
+    """The second is cancelled while it waits for the first to end; the third waits for the first all the same."""
+    server = Reluctant()
+    server.gate.clear()
+    async with served(server) as (remote, replica):
+        for num_calls in (1, 2):
+            turn = asyncio.ensure_future(remote.generate([1] * num_calls, PARAMS, "talk"))
+            await until(lambda wanted=num_calls: replica.num_calls == wanted)
+            turn.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await turn
+        await until(lambda: replica.num_calls == 1)
+        third = asyncio.ensure_future(remote.generate([1, 2, 3], PARAMS, "talk"))
+        await until(lambda: replica.num_calls == 2)
+        server.gate.set()
+        server.let_go.set()
+        assert (await third).token_ids == [3, 7]
+
+
 async def test_an_abort_reaches_a_prompt_that_is_on_its_way():
     """A generation whose prompt has to be sent again ends with an abort that was asked for meanwhile."""
     server = Watched()

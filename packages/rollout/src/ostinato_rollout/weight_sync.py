@@ -148,7 +148,9 @@ class WeightSync:
             await self._pause(replica, mode)
 
         async def wake(replica: Replica) -> None:
-            await replica.server.wake_up([WEIGHTS])
+            # One that waits for weights may be of a kind that never sleeps.
+            with suppress(UnsupportedError):
+                await replica.server.wake_up([WEIGHTS])
 
         async def update(replica: Replica) -> None:
             self._begun.add(replica.index)
@@ -164,7 +166,7 @@ class WeightSync:
         try:
             await self._on_each("pause", self._awake(updating), pause)
             # Some engines give up their weights' memory, too, however they sleep.
-            asleep = [replica for replica in taking() if replica.index in self._asleep]
+            asleep = [each for each in taking() if each.index in self._asleep or self._sleeps_without_weights(each)]
             await self._on_each("wake up for weights", asleep, wake)
             if isinstance(make_weights, WeightSource):
                 self._begun.update(replica.index for replica in taking())
@@ -189,6 +191,10 @@ class WeightSync:
         # One that does not even say how it is waits for the next update, or is found out before.
         asked = [replica for replica in members if replica.index in untouched and replica.state is _S.UPDATING]
         await self._operations.on_each("tell how it is", asked, ask, self._timeout_s)
+
+    def _sleeps_without_weights(self, replica: Replica) -> bool:
+        """Whether it waits for weights in a pool that sleeps, so that it does, too."""
+        return bool(self._fleet.sleeping) and replica.state is _S.WAITING_FOR_WEIGHTS
 
     def _awake(self, replicas: Iterable[Replica]) -> list[Replica]:
         """Those that are still to be paused or resumed: nothing runs in one that sleeps."""

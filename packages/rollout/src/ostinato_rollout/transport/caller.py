@@ -26,7 +26,7 @@ class Caller:
         ending: Cancelled generations of all connections that have not ended yet, by conversation.
     """
 
-    def __init__(self, identity: bytes, name: str, remote: bytes, ending: dict[str, asyncio.Task[None]]) -> None:
+    def __init__(self, identity: bytes, name: str, remote: bytes, ending: dict[str, set[asyncio.Task[None]]]) -> None:
         self.identity = identity
         self.name = name
         self.remote = remote
@@ -62,7 +62,10 @@ class Caller:
 
     def _end(self, number: int) -> None:
         running = self._running.pop(number)
-        if running.request_id is not None and self._ending.get(running.request_id) is running.task:
+        if running.request_id is None or (ending := self._ending.get(running.request_id)) is None:
+            return
+        ending.discard(running.task)
+        if not ending:
             del self._ending[running.request_id]
 
     def cancel(self, number: int) -> None:
@@ -70,7 +73,7 @@ class Caller:
         self.forgotten.pop(number, None)
         running = self._running.get(number)
         if running is not None and running.task.cancel() and running.request_id is not None:
-            self._ending[running.request_id] = running.task
+            self._ending.setdefault(running.request_id, set()).add(running.task)
 
     def cancel_all(self) -> None:
         """Ends all its calls."""
@@ -79,10 +82,9 @@ class Caller:
             self.cancel(number)
 
     async def cancelled_turn(self, request_id: str) -> None:
-        """Waits until a cancelled generation of a conversation has ended, whichever connection it came over."""
-        task = self._ending.get(request_id)
-        if task is not None:
-            await asyncio.wait([task])
+        """Waits until the cancelled generations of a conversation have ended, whichever connections they came over."""
+        if ending := self._ending.get(request_id):
+            await asyncio.wait(set(ending))
 
     def abort_forgotten(self, request_ids: set[str] | None) -> list[int]:
         """Gives up the generations that wait for their prompt: all, or those of these conversations."""

@@ -32,7 +32,7 @@ class Callers:
     def __init__(self, server: AsyncServerBase, prompts: KeptPrompts[tuple[bytes, str]], stats: ServiceStats) -> None:
         self._server, self._prompts, self._stats = server, prompts, stats
         self._by_identity: dict[bytes, Caller] = {}
-        self._ending: dict[str, asyncio.Task[None]] = {}
+        self._ending: dict[str, set[asyncio.Task[None]]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
