@@ -317,8 +317,7 @@ class ServerPool:
         Raises:
             NoReplicaError: None has the new weights, and none comes that could take them.
             Exception: What `make_weights` raised. No replica is taken out for it: those that have read none of the weights go on with the old
-                ones unless others have the new ones, and those that may have read some wait for the next update. Of a `WeightSource` that raised
-                nobody knows what was read: all wait.
+                ones unless others have the new ones; the others wait for the next update, and all do where a `WeightSource` raised.
         """
         mode, purpose = PauseMode(pause), f"take weights of version {manifest.version}"
         is_done = False
