@@ -79,10 +79,9 @@ class WeightExtension:
                 if update is not None:
                     self._ostinato_apply(update)
             finally:
+                # Waits for the goodbye: the sender must read first what became of the update.
                 with suppress(WeightUpdateError):
-                    receiver.next_update(
-                        forever=False
-                    )  # waits for the goodbye: the sender must read first what became of the update
+                    receiver.next_update(forever=False)
                 receiver.close()
         # The border between two processes, whose other end raises it.
         except Exception as error:
