@@ -642,6 +642,21 @@ async def test_a_worker_that_came_alone_is_let_go(monkeypatch):
         await asyncio.wait_for(update, 60)
 
 
+async def test_a_worker_is_let_go_while_somebody_keeps_the_error(monkeypatch):
+    """Its connection is closed where sending ends, not when the error that holds on to it is forgotten."""
+    monkeypatch.setattr("ostinato_engines.vllm_engine.fan_out.CONNECT_S", 0.5)
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(WeightListener()) for _ in range(2)]
+        paths = [str(listener.path) for listener in listeners]
+        llm = Receiving(2, comes=(False, True))
+        receiving = asyncio.ensure_future(llm.collective_rpc("ostinato_receive_weights", (paths,)))
+        tensors = [("a", torch.zeros(4))]
+        with pytest.raises(WeightUpdateTimeoutError) as kept:
+            await send_to_all(listeners, WeightManifest.from_tensors(1, tensors), iter(tensors))
+        assert await asyncio.wait_for(receiving, 60) == ["ConnectionError: it could not come", ""]
+        del kept
+
+
 async def test_answers_that_do_not_come_are_an_error_that_says_so(monkeypatch):
     """Whoever waits for vLLM's last words is told what was waited for."""
     monkeypatch.setattr("ostinato_engines.vllm_engine.answers._ANSWER_S", 0.05)

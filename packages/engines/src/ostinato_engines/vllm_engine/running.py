@@ -1,6 +1,7 @@
 """A started vLLM engine, with what is known of it: every call into AsyncLLM is here. Knows no conversation and no state."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -219,7 +220,7 @@ class RunningEngine:
         """Calls our scheduler; see `ostinato_engines.vllm_engine.holding`."""
         return await self._reply(self.llm.engine_core.call_utility_async("scheduler", order, value), what)
 
-    async def _reply(self, call: Awaitable[Any], what: str) -> Any:
+    async def _reply(self, call: Awaitable[Any], what: str, *, limit_s: float = _REPLY_S) -> Any:
         """What the engine core answers.
 
         Raises:
@@ -228,13 +229,13 @@ class RunningEngine:
         """
         task = asyncio.ensure_future(call)
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + _REPLY_S
+        deadline = loop.time() + limit_s
         try:
             while not task.done():
                 if self.is_dead:
                     raise EngineCrashedError(f"vllm must {what}, got no reply: its processes are gone; see its log")
                 if loop.time() > deadline:
-                    raise EngineError(f"vllm must {what} within {_REPLY_S:g} s, got no reply; see its log")
+                    raise EngineError(f"vllm must {what} within {limit_s:g} s, got no reply; see its log")
                 await asyncio.wait([task], timeout=_LOOK_S)
             return task.result()
         finally:
@@ -302,7 +303,8 @@ class RunningEngine:
             listeners = [stack.enter_context(WeightListener()) for _ in range(self.num_workers)]
             paths = [str(listener.path) for listener in listeners]
             receives = self.llm.collective_rpc("ostinato_receive_weights", args=(paths,))
-            receiving = asyncio.ensure_future(self._reply(receives, "take the weights"))
+            # Each message of the stream has a limit, the whole takes as long as its source.
+            receiving = asyncio.ensure_future(self._reply(receives, "take the weights", limit_s=math.inf))
             sending = asyncio.ensure_future(send_to_all(listeners, manifest, weights, self.workers))
             try:
                 await asyncio.wait([receiving, sending], return_when=asyncio.FIRST_COMPLETED)
