@@ -32,6 +32,18 @@ def quickstart_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def megatron_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks make Megatron run on a CPU first, with what lies beside this file."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    import megatron_on_cpu  # pyright: ignore[reportMissingImports]
+
+    from ostinato_trainer.backends.megatron import setup
+
+    made = setup.megatron_factory
+    monkeypatch.setattr(setup, "megatron_factory", lambda *args, **keys: megatron_on_cpu.OnCPU(made(*args, **keys)))
+
+
+@pytest.fixture
 def mlflow_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a store of the test's own, which is MLflow's until the test is over; what a program has set goes before the environment."""
     mlflow = pytest.importorskip("mlflow")

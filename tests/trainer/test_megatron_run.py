@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from ostinato_trainer.assembly import run_training
-from ostinato_trainer.backends.megatron import setup
 from ostinato_trainer.config.loading import load_config
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("megatron_on_cpu"),
     pytest.mark.timeout(600),
     pytest.mark.skipif(
         importlib.util.find_spec("megatron") is None or torch.cuda.is_available(),
@@ -40,16 +40,6 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return float(len(solution_str) % 3)
 """
-
-
-@pytest.fixture(autouse=True)
-def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks make Megatron run on a CPU first, with what lies beside this file."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    import megatron_on_cpu  # pyright: ignore[reportMissingImports]
-
-    made = setup.megatron_factory
-    monkeypatch.setattr(setup, "megatron_factory", lambda *args, **keys: megatron_on_cpu.OnCPU(made(*args, **keys)))
 
 
 DIGITS = """

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from ostinato_trainer.assembly import run_training
-from ostinato_trainer.backends.megatron import setup
 from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.errors import ConfigError
 
@@ -102,13 +101,9 @@ def test_a_run_of_actors_learns_as_one_process_does_though_a_rank_is_killed(
     importlib.util.find_spec("megatron") is None or torch.cuda.is_available(),
     reason="no megatron.core here, or a GPU; .ci/megatron.py makes an environment for CPUs",
 )
-def test_megatrons_ranks_are_actors_too(quickstart_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("megatron_on_cpu")
+def test_megatrons_ranks_are_actors_too(quickstart_home: Path, tmp_path: Path) -> None:
     """Two tensor ranks give the curve of one process, and go on from their checkpoint after one was killed."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    import megatron_on_cpu  # pyright: ignore[reportMissingImports]
-
-    made = setup.megatron_factory
-    monkeypatch.setattr(setup, "megatron_factory", lambda *args, **keys: megatron_on_cpu.OnCPU(made(*args, **keys)))
     (tmp_path / "killing.py").write_text(KILLING)
     alone = steps_of(quickstart_home, tmp_path / "local", "trainer.total_training_steps=4")
     actors = steps_of(

@@ -1,12 +1,12 @@
 """One request inside the embedded engine, from arrival to its output."""
 
 import asyncio
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from ostinato_engines.errors import EngineInputError
+from ostinato_engines.errors import EngineCrashedError, EngineInputError
 from ostinato_engines.types import PolicySpan, SamplingParams, StopReason, TokenOutput
 
 
@@ -104,3 +104,17 @@ def checked_prompt(prompt_ids: Sequence[int], *, vocab_size: int, max_model_len:
             f"prompt_ids must hold at most max_model_len={max_model_len} ids, got {len(prompt)}; shorten the prompt"
         )
     return prompt.astype(np.int64, copy=True)
+
+
+async def until_answered(answered: Iterable[asyncio.Event], *, limit_s: float) -> None:
+    """Returns once all of these are set, each of which says that a request's caller has the answer.
+
+    Raises:
+        EngineCrashedError: That took longer.
+    """
+    try:
+        async with asyncio.timeout(limit_s):
+            for event in list(answered):
+                await event.wait()
+    except TimeoutError as error:
+        raise EngineCrashedError(f"requests must be answered within {limit_s:g} s, got no answer; restart") from error

@@ -316,9 +316,8 @@ class ServerPool:
 
         Raises:
             NoReplicaError: None has the new weights, and none comes that could take them.
-            Exception: What `make_weights` raised. No replica is taken out for it: those that have read none of the weights go on with the old
-                ones unless others have the new ones; the others wait for the next update, as do all without the new ones where
-                a `WeightSource` raised in sending along routes.
+            Exception: What `make_weights` raised. No replica is taken out for it. Those that read nothing go on with the old weights, unless
+                others have the new ones or it was a `WeightSource` that failed to send along routes; the rest wait for the next update.
         """
         mode, purpose = PauseMode(pause), f"take weights of version {manifest.version}"
         is_done = False

@@ -11,6 +11,7 @@ from typing import Any
 
 from ostinato_engines.engine_status import EngineStatus
 from ostinato_engines.errors import EngineClosedError, EngineCrashedError, EngineError
+from ostinato_engines.request import until_answered
 from ostinato_engines.sglang_engine.protocol import sampling_body
 from ostinato_engines.sglang_engine.starting import StartedEngine
 from ostinato_engines.sglang_engine.turn import Halt, Turn
@@ -213,12 +214,7 @@ async def until_gone(turns: Iterable[Turn]) -> None:
     Raises:
         EngineCrashedError: That took too long.
     """
-    try:
-        async with asyncio.timeout(_ANSWER_S):
-            for turn in list(turns):
-                await turn.gone.wait()
-    except TimeoutError as error:
-        raise EngineCrashedError(f"requests must be answered within {_ANSWER_S:g} s, got no answer; restart") from error
+    await until_answered((turn.gone for turn in turns), limit_s=_ANSWER_S)
 
 
 async def _until_between(turns: Iterable[Turn]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ostinato_engines.errors import EngineCrashedError, EngineError
+from ostinato_engines.request import until_answered
 from ostinato_engines.types import PolicySpan, SamplingParams, StopReason, TokenOutput
 from ostinato_engines.vllm_engine.held import HeldAnswer
 
@@ -46,12 +47,7 @@ async def until_gone(requests: Iterable[Conversing]) -> None:
     Raises:
         EngineCrashedError: It has not.
     """
-    try:
-        async with asyncio.timeout(_ANSWER_S):
-            for request in requests:
-                await request.gone.wait()
-    except TimeoutError as error:
-        raise EngineCrashedError(f"requests must be answered within {_ANSWER_S:g} s, got no answer; restart") from error
+    await until_answered((request.gone for request in requests), limit_s=_ANSWER_S)
 
 
 def nothing_sampled(params: SamplingParams, reason: StopReason, version: int) -> TokenOutput:

@@ -96,11 +96,11 @@ def connected(
         _leave(descendants(os.getpid()) - before if own is None else own)
 
 
-def _wait_for_head(address: str) -> None:
-    """Until something listens where the head should, as far as the address says where that is ("auto" does not).
+def _head_of(address: str) -> tuple[str, int] | None:
+    """Where the head listens; None where the address does not say ("auto").
 
     Raises:
-        ClusterError: Nothing did, or the address is one of jobs.
+        ClusterError: The address is one of jobs, or none.
     """
     parts = urlsplit(address if "://" in address else f"ray://{address}")
     if parts.scheme in ("http", "https"):
@@ -114,12 +114,21 @@ def _wait_for_head(address: str) -> None:
         raise ClusterError(
             f"address must be that of a cluster, HOST:PORT, got {address}: {error}; see what `ray start --head` printed"
         ) from error
-    if host is None or port is None:
+    return None if host is None or port is None else (host, port)
+
+
+def _wait_for_head(address: str) -> None:
+    """Until something listens where the head should, as far as that is known.
+
+    Raises:
+        ClusterError: Nothing did, or see `_head_of`.
+    """
+    if (head := _head_of(address)) is None:
         return
     ends, told = time.monotonic() + HEAD_TIMEOUT_S, False
     while True:
         try:
-            socket.create_connection((host, port), timeout=max(ends - time.monotonic(), _POLL_S)).close()
+            socket.create_connection(head, timeout=max(ends - time.monotonic(), _POLL_S)).close()
             return
         except OSError as error:
             if time.monotonic() >= ends:
@@ -129,7 +138,7 @@ def _wait_for_head(address: str) -> None:
                 ) from error
             if not told:
                 logger.warning(
-                    "nothing answers at %s (%s); waiting for a head until %.0f s", address, error, HEAD_TIMEOUT_S
+                    "nothing answers at %s (%s); waiting for a head for at most %.0f s", address, error, HEAD_TIMEOUT_S
                 )
             told = True
         time.sleep(_POLL_S)
