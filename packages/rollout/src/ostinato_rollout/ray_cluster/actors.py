@@ -197,7 +197,10 @@ class ActorProcess:
 
     def unplaced(self) -> str:
         """What it waits for before it is there, for people."""
-        return f"no place for {self._placement.text()}, while {free_resources()} are free in the cluster"
+        wanted = self._placement.text()
+        return (
+            f"no place for {wanted}, or a process that still starts, while {free_resources()} are free in the cluster"
+        )
 
     async def ask(self, method: str, *arguments: Any) -> Any:
         """What a method of the body returns. Whoever goes meanwhile leaves it running there.
