@@ -51,6 +51,8 @@ def measure(name: str, arguments: argparse.Namespace, failures: Failures) -> dic
                 gradient_checkpointing=arguments.gradient_checkpointing,
                 reshard_after_forward=not arguments.no_reshard,
                 ulysses_sequence_parallel_size=arguments.ulysses,
+                param_offload=arguments.offload,
+                optimizer_offload=arguments.offload,
             )
             return RankGroup(RankProcesses(processes), Fsdp2Factory(str(folder), sharded))
 
@@ -75,6 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ulysses", type=int, default=1, help="ranks that share the tokens of a sequence")
     parser.add_argument("--compile", action="store_true", help="let torch.compile fuse the layers of the ranks")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="of the ranks")
+    parser.add_argument(
+        "--offload", action="store_true", help="keep the ranks' parameters and moments in the host's memory"
+    )
     parser.add_argument("--no-reshard", action="store_true", help="keep gathered layers between forward and backward")
     parser.add_argument("--sequences", type=int, default=8, help="of the update that is timed")
     parser.add_argument("--length", type=int, default=4096, help="tokens in each of them")
@@ -86,7 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     failures: Failures = []
     shapes = {name: measure(name, arguments, failures) for name in arguments.shape}
-    settings = {"ranks": arguments.ranks, "compiled": arguments.compile, "ulysses": arguments.ulysses}
+    settings = {
+        "ranks": arguments.ranks,
+        "compiled": arguments.compile,
+        "ulysses": arguments.ulysses,
+        "offload": arguments.offload,
+    }
     print(
         json.dumps({"ok": not failures, "failures": failures, "shapes": shapes, "torch": torch.__version__, **settings})
     )

@@ -1,9 +1,16 @@
 """The optimizer that policy and critic share: torch's AdamW, with steps that are skipped and a state that is kept by name."""
 
 import logging
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from ostinato_trainer.backends.adamw import AdamW, AdamWOptions
 from ostinato_trainer.errors import BackendError, CheckpointError
@@ -52,6 +59,35 @@ def test_an_infinite_gradient_norm_is_skipped_and_counted_even_where_each_gradie
     assert same(optimizer.moments(), moments)
     assert (optimizer.num_steps, optimizer.num_skipped) == (2, 1)
     assert all(parameter.grad is None for parameter in optimizer.parameters.values())
+
+
+def step_of_a_shard(rank: int, folder: Path, wrong: float) -> None:
+    """Of two ranks only the second has the wrong number in its rows of `b`; of `a` it has no row."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=300)
+    )
+    mesh = init_device_mesh("cpu", (2,))
+    parameters = {}
+    for name, rows in {"a": 1 - rank, "b": 2, "c": 2}.items():
+        local = torch.full((rows, 3), wrong if (name, rank) == ("b", 1) else 1.0)
+        shape = torch.Size([1 if name == "a" else 4, 3])
+        gradient = DTensor.from_local(local, mesh, [Shard(0)], shape=shape, stride=(3, 1))
+        parameters[name] = torch.nn.Parameter(torch.zeros_like(gradient))
+        parameters[name].grad = gradient
+    (folder / f"{rank}").write_text(str(AdamW(parameters, AdamWOptions(lr=0.1)).step().reason))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
+def test_all_ranks_give_one_reason_for_a_skipped_step(wrong, tmp_path, monkeypatch):
+    """The first parameter of the model's order that is wrong on any rank; a rank without a share of one has nothing to say of it."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    commands = [[sys.executable, __file__, str(rank), str(tmp_path), str(wrong)] for rank in range(2)]
+    ranks = [subprocess.Popen(command) for command in commands]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    reasons = {(tmp_path / f"{rank}").read_text() for rank in range(2)}
+    assert reasons == {f"gradient norm is {wrong}, first in b"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -121,3 +157,7 @@ def test_options_out_of_range_and_nothing_to_train_are_refused():
             make(**bad)
     with pytest.raises(BackendError, match="must have a parameter to train, got none"):
         make(names=())
+
+
+if __name__ == "__main__":
+    step_of_a_shard(int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -24,9 +25,12 @@ from ostinato_trainer.backends.critic import LocalCritic
 from ostinato_trainer.backends.fsdp2 import Fsdp2Factory, Fsdp2Options
 from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions
 from ostinato_trainer.backends.lora import LoraOptions
+from ostinato_trainer.backends.ranks import host
+from ostinato_trainer.backends.ranks.base import RankAddress
 from ostinato_trainer.backends.ranks.critic import RankGroupCritic
 from ostinato_trainer.backends.ranks.group import RankGroup
 from ostinato_trainer.backends.ranks.processes import RankProcesses, RankProcessOptions
+from ostinato_trainer.backends.ranks.store import listening_store
 from ostinato_trainer.batch import Batch
 from ostinato_trainer.errors import BackendError, BatchError, CheckpointError
 from ostinato_trainer.partitions import deal_to_ranks
@@ -215,6 +219,20 @@ def test_ways_to_save_memory_change_no_number(model_folder: Path, options: dict[
         assert_same_weights(group, local)
     finally:
         group.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_ranks_exchange_what_lies_in_the_memory_of_the_host(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offloaded gradients do, on whatever device ranks compute: with NCCL alone the first step with them fails."""
+    asked: list[str] = []
+    monkeypatch.setattr(host, "set_device", lambda device: None)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: asked.append(backend))
+    store = listening_store("127.0.0.1", 30.0)
+    host.join(RankAddress(rank=0, world_size=1, store_host="127.0.0.1", store_port=store.port, device=device))
+    backends = dist.BackendConfig(dist.Backend(asked[0])).get_device_backend_map()
+    assert backends["cpu"] == "gloo"
+    assert backends[torch.device(device).type] == ("gloo" if device == "cpu" else "nccl")
 
 
 @pytest.mark.slow

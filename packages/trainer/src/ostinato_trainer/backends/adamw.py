@@ -96,6 +96,17 @@ def _share_out_of_reach(parameters: Mapping[str, Tensor], lr: float, dtype: torc
     return lost / total if total else 0.0
 
 
+def _whole(value: Tensor) -> Tensor:
+    """Over the shards of all ranks, where it is a DTensor."""
+    full_tensor: Any = getattr(value, "full_tensor", None)
+    return value if full_tensor is None else full_tensor()
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    """On all ranks alike."""
+    return not bool(_whole((~torch.isfinite(gradient)).sum(dtype=torch.float32)))
+
+
 class AdamW:
     """Torch's fused AdamW over named parameters."""
 
@@ -136,12 +147,10 @@ class AdamW:
         gradients = {name: value.grad for name, value in self.parameters.items() if value.grad is not None}
         if not gradients:
             return self._skip(0.0, lr, "no token was trained on")
-        norm: Any = torch.nn.utils.get_total_norm(gradients.values())
-        if hasattr(norm, "full_tensor"):  # a DTensor: over the shards of all ranks
-            norm = norm.full_tensor()
+        norm = _whole(torch.nn.utils.get_total_norm(gradients.values()))
         grad_norm = float(norm)
         if not math.isfinite(grad_norm):
-            bad = next((name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())), None)
+            bad = next((name for name, gradient in gradients.items() if not _is_finite(gradient)), None)
             where = "the sum over all parameters overflows" if bad is None else f"first in {bad}"
             return self._skip(grad_norm, lr, f"gradient norm is {grad_norm}, {where}")
         if grad_norm > self.options.grad_clip:

@@ -166,7 +166,8 @@ class RankHost:
 
 
 def join(address: RankAddress) -> torch.device:
-    """Joins the default process group, gloo or nccl by the device, and returns the device.
+    """Joins the default process group and returns the device. What lies on a GPU goes by nccl; what lies in the host's memory, such as the
+    gradients of offloaded parameters, by gloo.
 
     Raises:
         BackendError: the others did not come in time.
@@ -177,11 +178,10 @@ def join(address: RankAddress) -> torch.device:
         set_device(device)
     timeout = timedelta(seconds=address.timeout_s)
     try:
-        if not on_cuda:
-            _choose_interface(address)
+        _choose_interface(address)
         store = TCPStore(address.store_host, address.store_port, is_master=False, timeout=timeout)
         dist.init_process_group(
-            "nccl" if on_cuda else "gloo",
+            "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
             store=PrefixStore("ranks", store),
             rank=address.rank,
             world_size=address.world_size,
