@@ -36,7 +36,7 @@ from ostinato_trainer.algorithms.value_loss import value_loss  # noqa: E402
 from ostinato_trainer.backends.base import EntropyMode  # noqa: E402
 from ostinato_trainer.backends.critic import LocalCritic  # noqa: E402
 from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions  # noqa: E402
-from ostinato_trainer.backends.megatron import core, files  # noqa: E402
+from ostinato_trainer.backends.megatron import core  # noqa: E402
 from ostinato_trainer.backends.megatron.critic import MegatronCritic  # noqa: E402
 from ostinato_trainer.backends.megatron.options import MegatronOptions  # noqa: E402
 from ostinato_trainer.backends.megatron.rank import MegatronRank  # noqa: E402
@@ -403,7 +403,9 @@ def checkpoints(runs: Runs, first: tuple[int, int], second: tuple[int, int]) -> 
 
 def export_badly(rank: MegatronRank, folder: Path) -> None:
     """An export in which the first rank meets an error that is none of the disk's."""
-    with mock.patch.object(files, "copy_generation_config", side_effect=ValueError("top_p is 7")):
+    with mock.patch(
+        "ostinato_trainer.backends.megatron.rank.copy_generation_config", side_effect=ValueError("top_p is 7")
+    ):
         rank.save_hf(folder)
 
 

@@ -1,16 +1,22 @@
 """What is written of a model later is what it was at the moment of its snapshot."""
 
 import filecmp
+import json
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ostinato_trainer.backends.critic import LocalCritic
 from ostinato_trainer.backends.local import LocalBackend, LocalBackendOptions
+from ostinato_trainer.backends.lora import LoraOptions
 from ostinato_trainer.backends.state import ModelState
 from ostinato_trainer.backends.value_model import load_value_model
+from ostinato_trainer.batch import Batch
+from ostinato_trainer.segments import Segment
 
 SHAPE = {
     "vocab_size": 64,
@@ -61,6 +67,34 @@ def test_a_snapshot_is_written_as_the_backend_would_have_been(tmp_path: Path, ti
     assert backend.policy_version == 1
     backend.save_hf(tmp_path / "loaded")
     must_be_alike(tmp_path / "then" / "huggingface", tmp_path / "loaded")
+
+
+@pytest.mark.parametrize("lora", [None, LoraOptions(rank=2)])
+def test_a_snapshot_is_written_while_the_model_computes_in_another_type(
+    tmp_path: Path, lora: LoraOptions | None
+) -> None:
+    """The thread that writes it meets the model in the middle of a pass: weights and configuration are those of the moment of the snapshot."""
+    torch.manual_seed(1)
+    options = LocalBackendOptions(device="cpu", dtype="bfloat16", lr=0.1, lora=lora)
+    backend = LocalBackend(LlamaForCausalLM(LlamaConfig(**SHAPE)), options)  # pyright: ignore[reportArgumentType]
+    for _ in range(2):  # the first leaves half of an adapter's matrices where they were
+        step(backend)
+    snapshot = backend.snapshot()
+    snapshot.save_hf(tmp_path / "then")
+
+    def write(module: torch.nn.Module, *_: object) -> None:
+        assert module.weight.dtype == torch.bfloat16
+        writer = Thread(target=snapshot.save_hf, args=(tmp_path / "later",))
+        writer.start()
+        writer.join()
+
+    norm = next(module for name, module in backend.model.named_modules() if name.endswith("model.norm"))
+    hook = norm.register_forward_hook(write)
+    backend.log_probs(Batch.from_segments([Segment([1, 2], [3, 4], [1, 1], None, "0", "0", 1.0)]), temperature=1.0)
+    hook.remove()
+    must_be_alike(tmp_path / "then", tmp_path / "later")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "later" / "model.safetensors").values()} == {torch.float32}
+    assert json.loads((tmp_path / "later" / "config.json").read_text())["dtype"] == "float32"
 
 
 def test_a_snapshot_of_a_critic(tmp_path: Path) -> None:

@@ -484,6 +484,27 @@ def test_the_exported_folder_is_an_ordinary_model(tmp_path):
     assert torch.equal(loaded.log_probs(batch, temperature=1.0), backend.log_probs(batch, temperature=1.0))
 
 
+@pytest.mark.parametrize("text", ['{"eos_token_id": [5, 7], "temperature": 0.6}', None])
+def test_what_a_model_says_of_sampling_travels_unchanged(tmp_path, text):
+    """Also what transformers reads and refuses to write, a temperature without `do_sample`; a model without a file keeps what its
+    configuration says."""
+    source, export = tmp_path / "source", tmp_path / "export"
+    make_backend().model.save_pretrained(source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "eos_token_id": 9, "top_p": 0.9}))
+    (source / "generation_config.json").unlink()
+    if text is not None:
+        (source / "generation_config.json").write_text(text)
+    backend = LocalBackend.from_pretrained(source, LocalBackendOptions(device="cpu"))
+    before = backend.model.generation_config
+    for _ in range(2):
+        backend.save_hf(export)
+        written = (export / "generation_config.json").read_text()
+        assert written == text if text is not None else json.loads(written)["top_p"] == 0.9
+        assert json.loads((export / "config.json").read_text())["eos_token_id"] == 9
+    assert backend.model.generation_config is before
+
+
 def test_the_configuration_decides_layout_and_compilation():
     """`model.use_remove_padding` and `actor.use_torch_compile` reach the backend; by default it packs, and the device decides on compilation."""
     keys = ["actor_rollout_ref.model.use_remove_padding=false", "actor_rollout_ref.actor.use_torch_compile=true"]

@@ -37,6 +37,7 @@ from ostinato_trainer.partitions import deal_to_ranks
 from ostinato_trainer.segments import Segment
 
 OPTIONS = {"dtype": "float64", "lr": 1e-2, "keep_reference": True, "grad_clip": 0.5}
+OF_SAMPLING = '{"eos_token_id": [3, 5], "temperature": 0.6}'
 
 
 @given(
@@ -103,6 +104,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
     Qwen3ForCausalLM(config).save_pretrained(folder)
+    (folder / "generation_config.json").write_text(OF_SAMPLING)
     return folder
 
 
@@ -178,6 +180,7 @@ def test_two_ranks_do_what_one_device_does(model_folder: Path, group: RankGroup,
     assert_same_weights(group, local)
     assert group.optimizer_step().skipped  # no gradient is left over
     group.save_hf(tmp_path / "hf")
+    assert (tmp_path / "hf" / "generation_config.json").read_text() == OF_SAMPLING
     again = LocalBackend.from_pretrained(tmp_path / "hf", LocalBackendOptions(device="cpu", dtype="float64"))
     assert_same_weights(group, again)
 

@@ -6,8 +6,8 @@ are laid out or grouped. The layout is `ostinato_trainer.backends.packing`'s. It
 
 from __future__ import annotations
 
+import copy
 import logging
-import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ostinato_trainer.backends.base import EntropyMode
+from ostinato_trainer.backends.model_folder import GENERATION_FILE, copy_generation_config, copy_tokenizer
 from ostinato_trainer.backends.packing import FlatModel, Layout
 from ostinato_trainer.backends.sequence_ranks import SequenceRanks
 from ostinato_trainer.backends.token_log_probs import chosen_log_probs
@@ -26,18 +27,6 @@ from ostinato_trainer.heartbeat import beat
 from ostinato_trainer.home_paths import home_path
 
 _logger = logging.getLogger(__name__)
-
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "*chat_template*",
-)
 
 
 class CausalLM:
@@ -147,19 +136,28 @@ class CausalLM:
         """Parameters (tied ones once) and persistent buffers by name, in the model's order."""
         return persistent_tensors(self.model)
 
-    def save_hf(
-        self, directory: Path, *, tokenizer_source: str | Path | None, weights: Mapping[str, Tensor] | None = None
-    ) -> None:
-        """Writes the model as `transformers` does, and the tokenizer's files of the folder that it came from,
-        unchanged.
+    def save_hf(self, directory: Path, *, tokenizer_source: str | Path | None, weights: Mapping[str, Tensor]) -> None:
+        """Writes the model as `transformers` does, and unchanged what the folder that it came from says of the tokenizer and of sampling.
 
         Args:
             directory: Made where absent.
-            tokenizer_source: Folder or hub id of the tokenizer's files.
-            weights: Copies of `named_tensors` to write in place of the model's own.
+            tokenizer_source: Folder or hub id that it came from.
+            weights: `named_tensors`, or copies of them: the model's own may be others for a while, or nowhere.
         """
+        from transformers import GenerationConfig
+
         directory.mkdir(parents=True, exist_ok=True)
-        self.model.save_pretrained(directory, state_dict=None if weights is None else dict(weights))  # pyright: ignore[reportCallIssue]
+        model: Any = self.model
+        of_sampling, model.generation_config = model.generation_config, GenerationConfig()
+        try:
+            model.save_pretrained(directory, state_dict=dict(weights))
+        finally:
+            model.generation_config = of_sampling
+        config = copy.deepcopy(model.config)
+        config.dtype = next(value.dtype for value in weights.values() if value.is_floating_point())
+        config.save_pretrained(directory)
+        if tokenizer_source is None or not copy_generation_config(tokenizer_source, directory):
+            of_sampling.to_json_file(directory / GENERATION_FILE, keys_to_pop=["compile_config"])
         if tokenizer_source is not None:
             copy_tokenizer(tokenizer_source, directory)
 
@@ -226,23 +224,6 @@ def _alike(left: Tensor, right: Tensor) -> bool:
 
 def _as_it_is(logits: Tensor) -> Tensor:
     return logits
-
-
-def copy_tokenizer(source: str | Path, directory: Path) -> None:
-    """Puts the tokenizer's files of a folder, unchanged, or of a hub id into a directory that exists."""
-    folder = Path(source)
-    if not folder.is_dir():
-        from transformers import AutoTokenizer
-
-        AutoTokenizer.from_pretrained(str(source)).save_pretrained(directory)
-        return
-    for pattern in _TOKENIZER_FILES:
-        for path in sorted(folder.glob(pattern)):
-            target = directory / path.name
-            if path.is_dir():
-                shutil.copytree(path, target, dirs_exist_ok=True)
-            else:
-                shutil.copyfile(path, target)
 
 
 def load_causal_lm(

@@ -290,7 +290,7 @@ class LocalBackend:
 
     def snapshot(self) -> LocalSnapshot:
         """The state of now in memory of the host, three times the weights, to be written while training goes on."""
-        return LocalSnapshot(self._state().copied(), self._lm, self._tokenizer_source, self._lora)
+        return self._snapshot(self._state().copied())
 
     def load(self, directory: str | Path) -> None:
         """See `TrainingBackend.load`. The reference stays the model that the backend was made with, which must be the one of that run.
@@ -310,7 +310,7 @@ class LocalBackend:
 
     def save_hf(self, directory: str | Path) -> None:
         """See `TrainingBackend.save_hf`."""
-        LocalSnapshot(self._state(), self._lm, self._tokenizer_source, self._lora).save_hf(directory)
+        self._snapshot(self._state()).save_hf(directory)
 
     def free_cached_memory(self) -> None:
         """See `TrainingBackend.free_cached_memory`."""
@@ -338,6 +338,9 @@ class LocalBackend:
             return None
         tensors = self._lm.named_tensors()
         return fingerprint(tensors if self._lora is None else self._lora.base_tensors(tensors))
+
+    def _snapshot(self, state: ModelState) -> LocalSnapshot:
+        return LocalSnapshot(state, self._lm, self._tokenizer_source, self._lora, self._lm.named_tensors())
 
     def _state(self) -> ModelState:
         counters = BackendState(
@@ -370,7 +373,9 @@ class LocalSnapshot:
     state: ModelState
     lm: CausalLM
     tokenizer_source: str | Path | None
-    lora: LoraAdapters | None = None
+    lora: LoraAdapters | None
+    tensors: Mapping[str, Tensor]
+    """The model's own, of which adapters leave those of the base as they are; the model has others in their stead while it computes."""
 
     def save(self, directory: str | Path) -> None:
         """See `TrainingBackend.save`."""
@@ -380,7 +385,7 @@ class LocalSnapshot:
         """See `TrainingBackend.save_hf`. With adapters the weights are merged, and the adapters alone lie in `lora_adapter` below."""
         weights = self.state.weights
         if self.lora is not None:
-            merged = self.lora.merged(self.lm.named_tensors(), adapters=weights)
+            merged = self.lora.merged(self.tensors, adapters=weights)
             weights = {name: tensor.cpu() for name, tensor in merged}  # the device holds one merged tensor at a time
             self.lora.save(Path(directory) / LORA_FOLDER, adapters=self.state.weights)
         self.lm.save_hf(Path(directory), tokenizer_source=self.tokenizer_source, weights=weights)

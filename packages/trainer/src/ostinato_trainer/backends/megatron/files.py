@@ -7,9 +7,7 @@ float32 weights and their moments, and `megatron.json` with the counters: no pic
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -26,20 +24,7 @@ from ostinato_trainer.errors import CheckpointError
 
 _FORMAT = "ostinato-megatron-1"
 _COUNTERS = "megatron.json"
-_GENERATION = "generation_config.json"
 _SHARD_BYTES = 4 * 2**30
-
-
-def copy_generation_config(source: str | Path, directory: Path) -> None:
-    """Puts what a model folder, unchanged, or a hub id says of sampling, where it says anything, into a directory that exists."""
-    if (folder := Path(source)).is_dir():
-        with suppress(FileNotFoundError):
-            shutil.copyfile(folder / _GENERATION, directory / _GENERATION)
-        return
-    from transformers import GenerationConfig
-
-    with suppress(OSError):  # there is none
-        GenerationConfig.from_pretrained(str(source)).save_pretrained(directory)
 
 
 def write_block(directory: Path, block: Block, state: Mapping[str, Sequence[tuple[str, Tensor]]]) -> None:

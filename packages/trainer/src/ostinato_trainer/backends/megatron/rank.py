@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ostinato_engines import TensorSpec, WeightManifest
 from ostinato_trainer.backends.base import EntropyMode, LossFn, LossOutput, MicroBatchOutput, OptimizerStats
-from ostinato_trainer.backends.causal_lm import copy_tokenizer
 from ostinato_trainer.backends.megatron import core, files
 from ostinato_trainer.backends.megatron.critic import MegatronCritic
 from ostinato_trainer.backends.megatron.options import MegatronOptions
 from ostinato_trainer.backends.megatron.pretrained import PretrainedTensors, model_config, rotary_frequencies
 from ostinato_trainer.backends.megatron.shape import DecoderShape
 from ostinato_trainer.backends.megatron.training import MegatronTraining, ModelSource
+from ostinato_trainer.backends.model_folder import copy_generation_config, copy_tokenizer
 from ostinato_trainer.backends.model_passes import check_temperature, tokens_to_score
 from ostinato_trainer.backends.ranks.agreement import raise_alike
 from ostinato_trainer.backends.ranks.base import RankCritic, RankPlace
@@ -197,7 +197,7 @@ class MegatronRank:
         )
         self._config.dtype = self.options.parameter_dtype
         self._config.save_pretrained(directory)
-        files.copy_generation_config(self._path, directory)
+        copy_generation_config(self._path, directory)
         copy_tokenizer(self._path, directory)
 
     def _fingerprint(self, pretrained: PretrainedTensors) -> str:
