@@ -17,6 +17,7 @@ from ostinato_engines import (
     TensorSpec,
     UnsupportedError,
     WeightManifest,
+    WeightPeerLostError,
 )
 from ostinato_engines.forwarding import ForwardingServer, answers_of, error_name, error_named
 
@@ -204,3 +205,20 @@ async def test_an_end_that_does_not_come_for_the_weights_is_not_waited_for():
         with pytest.raises(EngineClosedError):
             await Closed(Told()).update_weights(MANIFEST, [])
         await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def test_why_an_update_failed_is_raised_though_the_thread_that_listens_cannot_be_let_go(monkeypatch):
+    """It ends with its own deadline then, and the error of the other end comes out."""
+    transfer = pytest.importorskip("ostinato_engines.weight_transfer", exc_type=ImportError)
+    monkeypatch.setattr("ostinato_engines.forwarding._CONNECT_S", 0.2)
+
+    def nobody(path):
+        raise WeightPeerLostError(f"path must be that of a WeightListener, got {path}")
+
+    class Closed(Forwarding):
+        async def _ask(self, method, argument, kind):
+            monkeypatch.setattr(transfer, "connect", nobody)
+            raise EngineClosedError("server must be running, is shut down")
+
+    with pytest.raises(EngineClosedError):
+        await Closed(Told()).update_weights(MANIFEST, [])

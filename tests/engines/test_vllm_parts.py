@@ -9,7 +9,7 @@ import os
 import pickle
 import struct
 import threading
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +31,7 @@ from ostinato_engines import (
     MissingDependencyError,
     PauseMode,
     SamplingParams,
+    SocketRoute,
     StopReason,
     TensorSpec,
     UnsupportedError,
@@ -707,6 +708,90 @@ async def test_weights_that_a_cancelled_sleep_has_freed_are_not_served():
     assert (await server.health()).state is EngineState.STALE
     with pytest.raises(ManifestError, match="send the whole model"):
         server._status.require_base(WeightManifest(1, (), changing=("a",), base="whole", is_partial=True))
+
+
+@pytest.mark.parametrize(
+    ("cause", "raised"), [(WeightUpdateError("no room"), "no room"), (OSError("torn"), "OSError: torn")]
+)
+async def test_why_an_update_failed_is_raised_though_requests_stay_unanswered(cause, raised, monkeypatch, caplog):
+    """vLLM that does not end what was in flight is a second error: it is told with the first one, and not in its place."""
+    monkeypatch.setattr("ostinato_engines.vllm_engine.answers._ANSWER_S", 0.05)
+
+    class Failing:
+        is_dead = False
+
+        def check_manifest(self, manifest): ...
+
+        async def abort(self, engine_ids): ...
+
+        async def replace_weights(self, manifest, weights, *, is_awake):
+            raise cause
+
+    server = served_by(Failing(), Conversing("a#1", [0]))
+    with pytest.raises(WeightUpdateError, match=raised) as found:
+        await server.update_weights(WeightManifest(1, ()), iter(()))
+    told = (found.value.__cause__ or found.value).__notes__
+    assert "answering the requests in flight failed, too: EngineCrashedError: requests must be answered" in told[0]
+    assert told[0] in caplog.text
+    assert (await server.health()).state is EngineState.STALE
+
+
+async def test_why_workers_refuse_weights_is_raised_though_vllm_does_not_pause():
+    """What is in flight is ended after a failed update; where that fails as well, the workers' word is the one to hear."""
+
+    class Stubborn:
+        errored = False
+
+        async def collective_rpc(self, name, args):
+            return ["ValueError: no room"]
+
+        async def pause_generation(self, **mode):
+            raise RuntimeError("it cannot pause")
+
+    engine = running_on(Stubborn())
+    engine.why_no_hold = "it holds nothing"
+    with pytest.raises(WeightUpdateError, match="ValueError: no room") as found:
+        await engine.replace_weights(WeightManifest(1, ()), SocketRoute(("/nowhere",)), is_awake=False)
+    assert found.value.__notes__ == ["ending what is in flight failed, too: RuntimeError: it cannot pause"]
+
+
+async def test_why_vllm_cannot_be_used_is_raised_though_it_does_not_end():
+    """A start that fails ends vLLM; that this fails as well does not hide why."""
+
+    class Unfit:
+        async def get_supported_tasks(self):
+            raise ValueError("no such task")
+
+        def shutdown(self):
+            raise OSError("it is stuck")
+
+    with pytest.raises(ValueError, match="no such task") as found:
+        await RunningEngine.of(Unfit(), None, None, "")
+    assert found.value.__notes__ == ["ending vllm failed, too: OSError: it is stuck"]
+
+
+def test_a_worker_says_why_it_took_no_weights_though_it_cannot_forget_them():
+    """Its answer and what its sender hears are the first error, whatever becomes of the parts of layers that had come."""
+
+    def fails(text):
+        def fail(*args, **kwargs):
+            raise ValueError(text)
+
+        return fail
+
+    heard = []
+    update = SimpleNamespace(manifest=WeightManifest(1, ()), fail=heard.append)
+    worker = SimpleNamespace(
+        _ostinato_config=nullcontext,
+        _ostinato_quiet=lambda manifest: nullcontext(),
+        _ostinato_copies=lambda update: iter(()),
+        reload_weights=fails("no such layer"),
+        _ostinato_forget_parts=fails("no such part"),
+    )
+    with pytest.raises(ValueError, match="no such layer") as found:
+        WeightExtension._ostinato_apply(worker, update)
+    assert heard == [found.value]
+    assert found.value.__notes__ == ["forgetting the parts that came failed, too: ValueError: no such part"]
 
 
 async def test_what_a_pause_keeps_ends_in_one_that_waits():

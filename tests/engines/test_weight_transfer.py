@@ -285,6 +285,26 @@ def test_a_spoiled_source_fails_both_ends_and_the_next_update_succeeds(connected
     assert same(received, TENSORS)
 
 
+def test_why_an_update_broke_is_told_though_its_memory_cannot_be_freed(connected, monkeypatch):
+    """At both ends the first error is the one that is raised, with the second as a note."""
+    sender, follower = connected(bucket_bytes=300)
+    close = SharedMemory.close
+
+    def fails(memory):
+        close(memory)
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(SharedMemory, "close", fails)
+    with pytest.raises(WeightUpdateError, match="none for") as found:
+        sender.send(MANIFEST, list(TENSORS.items())[:-1])
+    sender.close()
+    follower.join()
+    (failed,) = follower.results
+    assert "sender of weights must stream to their end, got WeightUpdateError: weights must hold every" in str(failed)
+    note = ["freeing the memory of the update failed, too: RuntimeError: the device is gone"]
+    assert [found.value.__notes__, failed.__notes__] == [note, note]
+
+
 def test_a_refused_manifest_costs_no_tensor(connected):
     """What the engine says before it takes the first tensor reaches the sender as that error; the source is not touched."""
     refusals = [ManifestError("layer.0 must fit"), EngineNotReadyError("weights must be awake")]

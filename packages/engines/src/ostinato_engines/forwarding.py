@@ -107,10 +107,11 @@ class _AlongRoute(msgspec.Struct, frozen=True):
 
 async def _end_wait(connecting: "asyncio.Future[socket.socket]", path: Path) -> None:
     """Lets a thread go that waits for an end which will not come: its own caller comes instead. What came is closed."""
-    if not connecting.done():
-        from ostinato_engines.weight_transfer import connect
+    with suppress(EngineError):
+        if not connecting.done():
+            from ostinato_engines.weight_transfer import connect
 
-        await asyncio.to_thread(lambda: connect(path).close())
+            await asyncio.to_thread(lambda: connect(path).close())
     with suppress(EngineError):
         (await connecting).close()
 

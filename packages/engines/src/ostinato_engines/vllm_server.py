@@ -19,6 +19,7 @@ from ostinato_engines.errors import (
     WeightUpdateError,
 )
 from ostinato_engines.request import checked_prompt, refuse_double
+from ostinato_engines.second_errors import second_to
 from ostinato_engines.server import AsyncServerBase, ChatCodec
 from ostinato_engines.types import (
     Capabilities,
@@ -318,11 +319,12 @@ class VLLMServer(AsyncServerBase):
             try:
                 await engine.replace_weights(manifest, weights, is_awake=not self._status.asleep)
             except BaseException as error:
-                await traffic.fail_all(
-                    lambda name: EngineNotReadyError(
-                        f"request {name!r} must have complete weights, got a failed update; send a complete one"
+                with second_to(error, "answering the requests in flight"):
+                    await traffic.fail_all(
+                        lambda name: EngineNotReadyError(
+                            f"request {name!r} must have complete weights, got a failed update; send a complete one"
+                        )
                     )
-                )
                 if engine.is_dead:
                     raise traffic.crashed(error) from error
                 if isinstance(error, EngineError) or not isinstance(error, Exception):

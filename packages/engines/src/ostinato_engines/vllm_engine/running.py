@@ -17,6 +17,7 @@ from ostinato_engines.errors import (
     UnsupportedError,
     WeightUpdateError,
 )
+from ostinato_engines.second_errors import second_to
 from ostinato_engines.types import PauseMode, WeightManifest
 from ostinato_engines.vllm_engine.checkpoint import CheckpointTensors
 from ostinato_engines.vllm_engine.endpoint import ChatEndpoint, make_endpoint
@@ -86,8 +87,9 @@ class RunningEngine:
             chat = None
             if parts.chat is not None:
                 chat = await make_endpoint(llm, options.model, adapter, parts.chat, parts.refusals)
-        except BaseException:
-            await asyncio.to_thread(llm.shutdown)
+        except BaseException as error:
+            with second_to(error, "ending vllm"):
+                await asyncio.to_thread(llm.shutdown)
             raise
         return cls(
             llm=llm,
@@ -282,10 +284,11 @@ class RunningEngine:
                 await self._send(manifest, weights)
             await self._reset_all()
             await self.serve_version(manifest.version)
-        except BaseException:
+        except BaseException as error:
             # Chat requests of vLLM's own endpoint are known to nobody else.
             if not self.is_dead:
-                await self.pause(PauseMode.ABORT)
+                with second_to(error, "ending what is in flight"):
+                    await self.pause(PauseMode.ABORT)
             raise
 
     async def _follow(self, manifest: WeightManifest, route: WeightRoute) -> None:

@@ -16,6 +16,7 @@ import msgspec
 
 from ostinato_engines import device as devices
 from ostinato_engines.errors import WeightUpdateError
+from ostinato_engines.second_errors import second_to
 from ostinato_engines.types import WeightManifest
 from ostinato_engines.vllm_engine.sampling import OUR_PROCESSORS
 from ostinato_engines.weight_routes import WeightRoute
@@ -126,11 +127,10 @@ class WeightExtension:
             devices.empty_cache(self.device)  # of copies that came and went: on a shared device somebody else wants it
             update.finish()
         except BaseException as error:
-            try:
+            with second_to(error, "forgetting the parts that came"):
                 self._ostinato_forget_parts()
-            finally:
-                with suppress(WeightUpdateError):  # the sender may be gone
-                    update.fail(error)
+            with suppress(WeightUpdateError):  # the sender may be gone
+                update.fail(error)
             raise
 
     def _ostinato_copies(self, update: RouteUpdate | IncomingUpdate) -> Iterator[tuple[str, Any]]:

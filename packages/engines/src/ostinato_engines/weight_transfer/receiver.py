@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator
 from torch import Tensor
 
 from ostinato_engines.errors import EngineError, WeightPeerLostError, WeightUpdateError
+from ostinato_engines.second_errors import second_to
 from ostinato_engines.types import WeightManifest
 from ostinato_engines.weight_transfer.channel import (
     PROTOCOL,
@@ -147,8 +148,9 @@ class IncomingUpdate:
         self._channel.send(Accepted(self._update, os.getpid()))
         try:
             yield from self._buckets()
-        except BaseException:
-            self._kept.replace(None)
+        except BaseException as error:
+            with second_to(error, "freeing the memory of the update"):
+                self._kept.replace(None)
             raise
         if self._kept.memory is not None and not self._kept.memory.is_kept:
             self._kept.replace(None)

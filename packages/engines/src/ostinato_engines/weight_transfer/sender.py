@@ -22,6 +22,7 @@ from ostinato_engines.errors import (
     WeightUpdateError,
     WeightUpdateTimeoutError,
 )
+from ostinato_engines.second_errors import second_to
 from ostinato_engines.types import TensorSpec, WeightManifest
 from ostinato_engines.weight_transfer.channel import (
     Accepted,
@@ -195,13 +196,15 @@ class WeightSender:
             yield
         except BaseException as error:
             memory = self._memory
-            self._drop_memory()
+            with second_to(error, "freeing the memory of the update"):
+                self._drop_memory()
             if isinstance(error, _TheirFailure):
                 raise error.error from None
             if isinstance(error, WeightPeerLostError | WeightUpdateTimeoutError):
                 self._channel.abort()
                 if memory is not None:
-                    memory.release_if_dead(self._reader_pid)
+                    with second_to(error, "freeing what the receiver held"):
+                        memory.release_if_dead(self._reader_pid)
                 raise
             with suppress(WeightUpdateError):
                 self._channel.send(Failed(update, type(error).__name__, str(error)))
