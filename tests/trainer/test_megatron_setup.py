@@ -109,8 +109,11 @@ def test_a_critic_is_split_as_the_policy_is(tmp_path: Path) -> None:
     narrow = tmp_path / "critic"
     narrow.mkdir()
     (narrow / "config.json").write_text(json.dumps({**MODEL, "num_key_value_heads": 1}))
-    (problem,) = megatron_problems(config_of(tmp_path, *keys, f"critic.model.path={narrow}"))
+    keys = (*keys, f"critic.model.path={narrow}")
+    (problem,) = megatron_problems(config_of(tmp_path, *keys, "algorithm.adv_estimator=gae"))
     assert "the key-value heads of the critic, got 2 with 1" in problem
+    for without_critic in ("grpo", "no_such_estimator"):  # the latter is said elsewhere
+        assert megatron_problems(config_of(tmp_path, *keys, f"algorithm.adv_estimator={without_critic}")) == []
 
 
 def test_an_absent_megatron_is_said_with_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

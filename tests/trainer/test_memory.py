@@ -4,6 +4,7 @@ import logging
 import pickle
 import re
 
+import msgspec
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -86,11 +87,14 @@ def test_an_engine_that_stays_awake_counts_and_one_that_sleeps_does_not():
 
 
 def test_what_is_likely_to_run_out_is_said(caplog):
-    """An engine that cannot wake beside parameters and moments, and a device that others use, are warnings with the numbers."""
+    """An engine that cannot wake beside what stays between steps, and a device that others use, are warnings with the numbers."""
     with caplog.at_level(logging.WARNING):
         check_state_fits(STATE, DEVICE, cures="x", engine=EngineShare(fraction=0.7), look=lambda _: device_of(40))
         assert "lower actor_rollout_ref.rollout.gpu_memory_utilization to 0.55" in caplog.text
         caplog.clear()
+        elsewhere = msgspec.structs.replace(STATE, moments_stay=False)
+        check_state_fits(elsewhere, DEVICE, cures="x", engine=EngineShare(fraction=0.7), look=lambda _: device_of(40))
+        assert not caplog.records
         check_state_fits(STATE, DEVICE, cures="x", look=lambda _: device_of(40, free=10))
         assert "of which 10.00 GiB is free" in caplog.text
         caplog.clear()

@@ -15,7 +15,7 @@ from ostinato_trainer.config import Config
 from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.errors import ConfigError
 from ostinato_trainer.placement.checks import executor_problems
-from ostinato_trainer.placement.user_files import named_files
+from ostinato_trainer.placement.user_files import files_of_ranks, named_files
 
 pytest.importorskip("ray")
 pytest.importorskip("zmq")
@@ -161,6 +161,36 @@ def test_files_of_the_user_are_those_that_actors_read() -> None:
         "actor_rollout_ref.rollout.multi_turn.function_tool_path": "tools.py",
         "reward.custom_reward_function.path": "/r.py",
     }
+
+
+def test_files_of_ranks_are_looked_for_where_ranks_are() -> None:
+    """The model, adapters to go on from, the critic where there is one, and a loss of one's own."""
+    keys = ("actor_rollout_ref.model={path: /m, lora_adapter_path: /l}", "critic.model.path=/c")
+    loss = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    ours = {"actor_rollout_ref.model.path": "/m", "actor_rollout_ref.model.lora_adapter_path": "/l"}
+    assert files_of_ranks(config_of(*keys)) == ours
+    assert files_of_ranks(config_of(*keys, f"{loss}=a.module:loss")) == ours
+    gae = config_of(*keys, f"{loss}=losses.py:mine", "algorithm.adv_estimator=gae")
+    assert files_of_ranks(gae) == {**ours, "critic.model.path": "/c", loss: "losses.py"}
+
+
+async def test_a_file_that_a_rank_lacks_is_refused_by_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of engines alone need not have it."""
+    loss = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    own = ("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1")
+    config = config_of("actor_rollout_ref.actor.strategy=fsdp2", "trainer.save_freq=0", f"{loss}=losses.py:mine", *own)
+    layout = layout_of(config, [CPUS])
+    engines = next(number for number in range(2) if number not in {machine for machine, _ in layout.ranks})
+    asked = []
+
+    async def missing(placement: object, paths: list[str], timeout_s: float) -> tuple[str, list[str]]:
+        asked.append(paths)
+        return "10.0.0.2", [path for path in paths if path == "losses.py"]
+
+    monkeypatch.setattr(places, "_missing", missing)
+    with pytest.raises(ConfigError, match=rf"{loss}=losses\.py must be on every node"):
+        await places._check_files(config, layout, [object(), object()])
+    assert len(asked) == (2 if engines == 0 else 1)
 
 
 def test_workers_share_what_a_reward_may_take() -> None:

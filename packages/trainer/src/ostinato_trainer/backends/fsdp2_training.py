@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -186,6 +187,7 @@ class ShardedTraining:
         try:
             if not self.options.param_offload:
                 size = state_size(model, self.options, num_shares=self.mesh.num_ranks)
+                size = msgspec.structs.replace(size, moments_stay=not self.options.optimizer_offload)
                 check_state_fits(size, self.mesh.device, cures=self._cures.state, engine=self.options.engine)
         except OutOfMemoryError as failure:
             error = failure

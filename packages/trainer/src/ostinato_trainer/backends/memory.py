@@ -56,6 +56,8 @@ class StateSize(msgspec.Struct, frozen=True, kw_only=True):
     """A reference among them."""
     gradients: int
     moments: int
+    moments_stay: bool = True
+    """Whether they are there between steps too, or in the host's memory then."""
 
     @property
     def in_update(self) -> int:
@@ -65,7 +67,7 @@ class StateSize(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def between_steps(self) -> int:
         """What it holds while there is sampling, from the first step on."""
-        return self.parameters + self.moments
+        return self.parameters + (self.moments if self.moments_stay else 0)
 
 
 class HeldMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,7 +156,7 @@ def check_state_fits(
         )
     if size.between_steps + of_engine > memory.total:
         _logger.warning(
-            "Memory will run out after the first step: %s, and the engine wants %s beside parameters and moments; lower %s to %.2f, or %s",
+            "Memory will run out after the first step: %s, and the engine wants %s beside what stays between steps; lower %s to %.2f, or %s",
             text,
             _gib(of_engine),
             _UTILIZATION,

@@ -30,7 +30,7 @@ from ostinato_trainer.config import Config
 from ostinato_trainer.errors import ConfigError
 from ostinato_trainer.home_paths import home_path
 from ostinato_trainer.placement.layout import Layout, layout_of, missing_places
-from ostinato_trainer.placement.user_files import named_files
+from ostinato_trainer.placement.user_files import files_of_ranks, named_files
 
 __all__ = ["Places", "cluster_of", "reserved"]
 
@@ -134,9 +134,10 @@ def _is_there(path: str) -> bool:
 
 async def _check_files(config: Config, layout: Layout, groups: list) -> None:
     """Raise unless every machine has the files that the configuration names, under the same paths, and those of ranks the checkpoints' folder."""
-    files, of_ranks = named_files(config), {machine for machine, _ in layout.ranks}
+    of_ranks = {machine for machine, _ in layout.ranks}
     with _mark_of_checkpoints(config, layout) as mark:
         for machine, group in enumerate(groups):
+            files = named_files(config) | (files_of_ranks(config) if machine in of_ranks else {})
             marks = [mark] if mark is not None and machine in of_ranks else []
             placement = layout.placement(machine, (0,), group, is_worker=True)
             host, missing = await _missing(placement, [*files.values(), *marks], config.ray_kwargs.start_timeout_s)

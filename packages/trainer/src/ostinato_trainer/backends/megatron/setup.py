@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Final
 
+from ostinato_trainer.algorithms.advantages import needs_critic
 from ostinato_trainer.backends.adamw import AdamWOptions
 from ostinato_trainer.backends.local import LocalBackendOptions
 from ostinato_trainer.backends.megatron.options import MegatronOptions, MegatronRankFactory, is_megatron_installed
 from ostinato_trainer.backends.megatron.shape import DecoderShape, MegatronLayout
 from ostinato_trainer.config import Config
-from ostinato_trainer.errors import BackendError
+from ostinato_trainer.errors import AlgorithmError, BackendError
 from ostinato_trainer.home_paths import home_path
 
 _ACTOR: Final = "actor_rollout_ref.actor"
@@ -56,7 +57,7 @@ def megatron_problems(config: Config) -> list[str]:
         )
     num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     models = [(f"{_MODEL}.path", model.path, "the model")]
-    if config.critic.model.path not in (None, model.path):
+    if config.critic.model.path not in (None, model.path) and _has_critic(config):
         models.append(("critic.model.path", config.critic.model.path, "the critic"))
     for key, path, name in models:
         try:
@@ -66,6 +67,14 @@ def megatron_problems(config: Config) -> list[str]:
             if str(error) not in problems:  # of the ranks, whichever model
                 problems.append(str(error))
     return problems
+
+
+def _has_critic(config: Config) -> bool:
+    """Whether one is trained; where there is no such estimator, which others say, none is."""
+    try:
+        return needs_critic(config.algorithm.adv_estimator)
+    except AlgorithmError:
+        return False
 
 
 def megatron_factory(
