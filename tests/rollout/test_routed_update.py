@@ -9,6 +9,7 @@ import pytest
 from ostinato_engines import (
     Capabilities,
     ManifestError,
+    SamplingParams,
     SocketRoute,
     TensorSpec,
     WeightManifest,
@@ -194,3 +195,94 @@ async def test_a_cancelled_update_ends_at_both_ends(stub_server, source):
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(update, WAIT_S)
     assert [path for path, _ in source.declined] == ["/0"]
+
+
+class Closed(Source):
+    """Ranks that fail before a route is open: where they say their places, or open the routes of one of the rounds."""
+
+    def __init__(self, *, at_places=False, at_round=1):
+        super().__init__()
+        self.fails, self._at_places, self._at_round, self._num_rounds = True, at_places, at_round, 0
+
+    @property
+    def places(self):
+        if self.fails and self._at_places:
+            raise RuntimeError("rank 1 has died")
+        return (HERE, HERE)
+
+    def open(self, plan, processes):
+        self._num_rounds += 1
+        if self.fails and self._num_rounds >= self._at_round:
+            raise RuntimeError("rank 1 has died")
+        return super().open(plan, processes)
+
+
+@pytest.mark.parametrize("where", [{"at_places": True}, {"at_round": 1}, {"at_round": 2}])
+async def test_where_no_route_was_opened_all_serve_on(stub_server, where):
+    """Nothing has begun where the source fails before, nor where all have refused a part of the weights and it fails then."""
+    source = Closed(**where)
+    servers = [stub_server() for _ in range(2)]
+    for server in servers:
+        Following(server, source, partial=True)
+    pool = ServerPool(servers)
+    client = pool.client()
+    with pytest.raises(RuntimeError, match="rank 1 has died"):
+        await pool.update_weights(manifest(1, base=True), source)
+    assert (set(pool.states.values()), pool.policy_version, source.num_streams) == ({ReplicaState.SERVING}, 0, 0)
+    await client.generate("asked", [1], SamplingParams(max_tokens=1))
+    source.fails = False
+    await pool.update_weights(manifest(2, base=True), source)
+    assert (set(pool.states.values()), pool.policy_version) == ({ReplicaState.SERVING}, 2)
+
+
+class Breaking(Source):
+    """Ranks that die once a replica has got everything."""
+
+    def __init__(self):
+        super().__init__()
+        self.has_arrived = threading.Event()
+
+    def send(self, manifest, plan):
+        assert self.has_arrived.wait(WAIT_S)
+        raise RuntimeError("rank 1 has died")
+
+    def note(self):
+        self.has_arrived.set()
+
+
+@pytest.mark.parametrize("one_arrives", [False, True])
+async def test_an_update_that_breaks_off_leaves_one_policy_in_service(stub_server, one_arrives):
+    """A replica with an open route waits for the next weights unless it has them all; one without serves on, unless another has the new ones."""
+    source = Breaking()
+    servers = [stub_server() for _ in range(3)]
+    following = [Following(server, source) for server in servers[:2]]
+    following[0].hangs, following[1].hangs = not one_arrives, True
+    if not one_arrives:
+        source.has_arrived.set()
+    pool = ServerPool(servers)
+    client = pool.client()
+    with pytest.raises(RuntimeError, match="rank 1 has died"):
+        await asyncio.wait_for(pool.update_weights(manifest(1), source), WAIT_S)
+    serving = 0 if one_arrives else 2
+    states = [ReplicaState.WAITING_FOR_WEIGHTS] * 3
+    states[serving] = ReplicaState.SERVING
+    assert (list(pool.states.values()), pool.lost, source.num_streams) == (states, {}, 0)
+    assert pool.policy_version == int(one_arrives)
+    await client.generate("asked", [1], SamplingParams(max_tokens=1))
+    assert [len(server.requests) for server in servers] == [int(index == serving) for index in range(3)]
+    await pool.update_weights(WeightManifest(2, SPECS), source.__call__)
+    assert (set(pool.states.values()), pool.policy_version) == ({ReplicaState.SERVING}, 2)
+
+
+async def test_a_replica_that_got_a_part_serves_on_though_the_others_get_nothing_more(stub_server):
+    """It has the new version; the one that lacks the rest waits where no route to it can be opened, for one policy serves."""
+    source = Closed(at_round=4)
+    servers = [stub_server() for _ in range(2)]
+    _, second = (Following(server, source, partial=True) for server in servers)
+    pool = ServerPool(servers)
+    await pool.update_weights(manifest(1, base=True), source)  # two rounds: nobody had the rest
+    second.base = ""
+    with pytest.raises(RuntimeError, match="rank 1 has died"):
+        await pool.update_weights(manifest(2, base=True), source)
+    assert list(pool.states.values()) == [ReplicaState.SERVING, ReplicaState.WAITING_FOR_WEIGHTS]
+    assert pool.policy_version == 2

@@ -317,7 +317,7 @@ class ServerPool:
         Raises:
             NoReplicaError: None has the new weights, and none comes that could take them.
             Exception: What `make_weights` raised. No replica is taken out for it. Those that read nothing go on with the old weights, unless
-                others have the new ones or it was a `WeightSource` that failed to send along routes; the rest wait for the next update.
+                others have the new ones or a `WeightSource` had opened routes to them; the rest wait for the next update.
         """
         mode, purpose = PauseMode(pause), f"take weights of version {manifest.version}"
         is_done = False

@@ -62,10 +62,14 @@ class RoutedUpdate:
 
     def __init__(self, operations: PoolOperations, *, timeout_s: float) -> None:
         self._operations, self._timeout_s = operations, timeout_s
+        self.begun: set[int] = set()
+        """Replicas, by index, to which a route has been open: they may have some of the weights, unless they refused them whole."""
+        self.done: set[int] = set()
+        """Those of them that have the new version."""
         self._declining: set[asyncio.Future[None]] = set()
 
-    async def run(self, replicas: Iterable[Replica], manifest: WeightManifest, source: WeightSource) -> set[int]:
-        """Bring the replicas that have a route to `manifest.version`; those that are there, by index.
+    async def run(self, replicas: Iterable[Replica], manifest: WeightManifest, source: WeightSource) -> None:
+        """Bring the replicas that have a route to `manifest.version`; `begun` and `done` say how far that went, also where it raises.
 
         Raises:
             Exception: What the source raised: nobody else will get these weights either.
@@ -74,25 +78,23 @@ class RoutedUpdate:
         able = {index: each.server.capabilities() for index, each in by_index.items()}
         workers = {index: found.weight_workers for index, found in able.items() if found.weight_workers}
         if not workers:
-            return set()
+            return
         plan = choose_routes(source.places, workers)
         part = manifest.partial() if all(able[index].partial_updates for index in plan.replicas) else None
-        done: set[int] = set()
         for sent in (part, manifest):
             if sent is None or not plan.replicas:
                 continue
             logger.info("Weights of version %d go %s", manifest.version, plan.text())
             failures = await self._send([by_index[index] for index in plan.replicas], sent, plan, source)
-            arrived = sorted(set(plan.replicas) - set(failures))
-            done.update(arrived)
+            arrived = sorted(self.done & set(plan.replicas))
             if sent is part and arrived:
                 text = "Replica(s) %s got %d of %d tensors: the rest cannot have changed"
                 logger.info(text, ", ".join(map(str, arrived)), len(sent.tensors), len(manifest.tensors))
             lacking = [index for index, error in failures.items() if sent is part and isinstance(error, ManifestError)]
+            self.begun.difference_update(lacking)
             for index, error in failures.items():
                 self._tell(index, error, is_lacking=index in lacking)
             plan = plan.without([index for index in plan.replicas if index not in lacking])
-        return done
 
     async def _send(
         self, replicas: Sequence[Replica], manifest: WeightManifest, plan: RoutePlan, source: WeightSource
@@ -100,6 +102,7 @@ class RoutedUpdate:
         """One round; errors by replica."""
         processes = [id(replica.server) for replica in replicas]
         routes = await asyncio.to_thread(source.open, plan, processes)
+        self.begun.update(plan.replicas)
         sending = asyncio.ensure_future(asyncio.to_thread(source.send, manifest, plan))
 
         async def receive(replica: Replica) -> None:
@@ -115,6 +118,7 @@ class RoutedUpdate:
                     f"policy_version must be {manifest.version} after the update, got {replica.server.policy_version};"
                     " that server ignored the weights"
                 )
+            self.done.add(replica.index)
 
         purpose = f"fetch weights of version {manifest.version}"
         receiving = asyncio.ensure_future(self._operations.on_each(purpose, replicas, receive, self._timeout_s))

@@ -169,9 +169,7 @@ class WeightSync:
             asleep = [each for each in taking() if each.index in self._asleep or self._sleeps_without_weights(each)]
             await self._on_each("wake up for weights", asleep, wake)
             if isinstance(make_weights, WeightSource):
-                self._begun.update(replica.index for replica in taking())
-                along = RoutedUpdate(self._operations, timeout_s=self._timeout_s)
-                self._done |= await along.run(taking(), manifest, make_weights)
+                await self._send_along_routes(taking(), manifest, make_weights)
             await self._on_each(f"take weights of version {version}", taking(), update, excused=self._without_weights)
             await self._leave_untouched(members)
         finally:
@@ -179,6 +177,16 @@ class WeightSync:
         if missing := self._without_weights():
             logger.warning("Weights of version %d could not be made for replicas %s", version, sorted(missing))
             raise next(source.error for source in self._sources.values() if source.error is not None)
+
+    async def _send_along_routes(
+        self, replicas: Iterable[Replica], manifest: WeightManifest, source: WeightSource
+    ) -> None:
+        along = RoutedUpdate(self._operations, timeout_s=self._timeout_s)
+        try:
+            await along.run(replicas, manifest, source)
+        finally:
+            self._begun |= along.begun
+            self._done |= along.done
 
     async def _leave_untouched(self, members: Iterable[Replica]) -> None:
         """Counts replicas for which no tensor was made as not begun, if they say that they have what they had."""
