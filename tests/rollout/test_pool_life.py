@@ -728,6 +728,34 @@ async def test_a_replica_that_waits_for_weights_takes_them_in_a_sleeping_pool(st
     assert (serving(pool), [server.policy_version for server in pool.servers]) == ([0, 1], [2, 2])
 
 
+class Sleepless(Engine):
+    """Of a kind that never sleeps."""
+
+    async def sleep(self, level=1):
+        await AsyncServerBase.sleep(self, level)
+
+
+@pytest.mark.parametrize(("first", "later"), [(Engine, Sleepless), (Sleepless, DeepSleeper)])
+async def test_a_replica_that_gets_its_weights_while_others_sleep_is_what_its_kind_is(started, first, later):
+    """One that never sleeps serves, also once those that sleep are lost; one that sleeps is woken for its weights, and sleeps on."""
+    pool, engines, _ = await started(engines=[first(), first()])
+    pool._revival._make_server = lambda index: later()
+    await pool.update_weights(manifest(1), list)
+    pool.take_out(engines[0], failure_of("it died"))
+    await until(lambda: pool.states[0] is ReplicaState.WAITING_FOR_WEIGHTS)
+    await pool.sleep()
+    await pool.update_weights(manifest(2), list)
+    states = {Sleepless: ReplicaState.SERVING, Engine: ReplicaState.ASLEEP, DeepSleeper: ReplicaState.ASLEEP}
+    assert (pool.states, pool.lost) == ({0: states[later], 1: states[first]}, {})
+    if later is Sleepless:
+        assert "wake_up" not in pool.servers[0].log
+        pool.take_out(engines[1], failure_of("it died in sleep"))
+        output = await pool.client().generate("asked", [1], {"max_tokens": 1})
+        assert output.token_ids == [2]
+    await pool.wake_up()
+    assert pool.states[0] is ReplicaState.SERVING
+
+
 # Drain and replace
 
 

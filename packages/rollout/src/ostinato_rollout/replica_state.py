@@ -113,6 +113,8 @@ class Replica:
         """Of the last change."""
         self.failure: Failure | None = None
         """Why it is out of service; None: it is not, or it was drained."""
+        self.stays_awake = False
+        """Its server was asked to sleep last, and is of a kind that never does."""
         self.is_being_replaced = False
         """Somebody drains it in order to fill its place anew."""
         self.num_restarts = 0

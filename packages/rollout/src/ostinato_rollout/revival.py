@@ -164,7 +164,7 @@ class Revival:
             raise SessionInputError(
                 f"make_server must return a new AsyncServerBase, got {server!r}; make one for each call"
             )
-        replica.server = server
+        replica.server, replica.stays_awake = server, False
         await self._operations.on_one(
             "start again", replica, lambda replica: replica.server.start(), self._start_timeout_s
         )

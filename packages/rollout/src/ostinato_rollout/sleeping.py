@@ -24,10 +24,12 @@ async def put_to_sleep(fleet: Fleet, ask: AskOrTakeOut, level: int) -> None:
     """Let all live replicas sleep; whatever comes in between, the fleet then sleeps until `wake` succeeds."""
 
     async def sleep(replica: Replica) -> None:
+        replica.stays_awake = False
         try:
             await replica.server.sleep(level)
         except UnsupportedError as error:
             logger.debug("replica %d stays awake: %s", replica.index, error)
+            replica.stays_awake = True
             if replica.state is ReplicaState.ASLEEP:
                 fleet.move(replica, ReplicaState.SERVING, "it never sleeps")
 
@@ -36,8 +38,8 @@ async def put_to_sleep(fleet: Fleet, ask: AskOrTakeOut, level: int) -> None:
         if replica.state is not ReplicaState.ASLEEP:
             fleet.move(replica, ReplicaState.ASLEEP, f"the pool sleeps at level {level}")
     await ask("go to sleep", fleet.live(), sleep)
-    in_service = fleet.in_service()
-    if in_service and not any(replica.state is ReplicaState.ASLEEP for replica in in_service):
+    live = fleet.live()
+    if live and all(replica.stays_awake for replica in live):
         fleet.sleeping.clear()
 
 

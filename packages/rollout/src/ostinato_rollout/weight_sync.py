@@ -148,9 +148,7 @@ class WeightSync:
             await self._pause(replica, mode)
 
         async def wake(replica: Replica) -> None:
-            # One that waits for weights may be of a kind that never sleeps.
-            with suppress(UnsupportedError):
-                await replica.server.wake_up([WEIGHTS])
+            await replica.server.wake_up([WEIGHTS])
 
         async def update(replica: Replica) -> None:
             self._begun.add(replica.index)
@@ -166,7 +164,7 @@ class WeightSync:
         try:
             await self._on_each("pause", self._awake(updating), pause)
             # Some engines give up their weights' memory, too, however they sleep.
-            asleep = [each for each in taking() if each.index in self._asleep or self._sleeps_without_weights(each)]
+            asleep = [each for each in taking() if each.index in self._asleep or self._waits_asleep(each)]
             await self._on_each("wake up for weights", asleep, wake)
             if isinstance(make_weights, WeightSource):
                 await self._send_along_routes(taking(), manifest, make_weights)
@@ -200,9 +198,10 @@ class WeightSync:
         asked = [replica for replica in members if replica.index in untouched and replica.state is _S.UPDATING]
         await self._operations.on_each("tell how it is", asked, ask, self._timeout_s)
 
-    def _sleeps_without_weights(self, replica: Replica) -> bool:
-        """Whether it waits for weights in a pool that sleeps, so that it does, too."""
-        return bool(self._fleet.sleeping) and replica.state is _S.WAITING_FOR_WEIGHTS
+    def _waits_asleep(self, replica: Replica) -> bool:
+        """Whether it waits for weights in a pool that sleeps, and does so, too."""
+        waits = replica.state is _S.WAITING_FOR_WEIGHTS
+        return waits and bool(self._fleet.sleeping) and not replica.stays_awake
 
     def _awake(self, replicas: Iterable[Replica]) -> list[Replica]:
         """Those that are still to be paused or resumed: nothing runs in one that sleeps."""
@@ -258,5 +257,5 @@ class WeightSync:
                 else:
                     self._fleet.move(replica, into, f"the update to version {version} was given up before it began")
             elif replica.state is _S.WAITING_FOR_WEIGHTS and replica.index in self._done:
-                into = _S.ASLEEP if self._fleet.sleeping else _S.SERVING
+                into = _S.ASLEEP if self._waits_asleep(replica) else _S.SERVING
                 self._fleet.move(replica, into, f"has version {version}")
