@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato_engines import (
+    AsyncServerBase,
     EngineClosedError,
     EngineState,
     Health,
@@ -369,6 +370,69 @@ async def test_a_release_ends_the_turn_under_way(stub_server):
         await task
     server.gate.set()
     assert (await client.generate("a", [1], PARAMS)).token_ids == [99]
+
+
+class Ending(AsyncServerBase):
+    """Takes its time at the end of a cancelled turn, or makes nothing of the first cancellation; keeps the order of what it is told."""
+
+    def __init__(self, *, ignores_first=False):
+        self.log, self.let_go, self._ignores_first = [], asyncio.Event(), ignores_first
+
+    async def generate(self, prompt_ids, sampling_params, request_id, media=()):
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.log.append("cancelled")
+            await self.let_go.wait()
+            self.log.append("ended")
+            if self._ignores_first:
+                await asyncio.Event().wait()
+            raise
+
+    async def chat_completion(self, raw_request):
+        raise NotImplementedError
+
+    async def release(self, request_id):
+        self.log.append("released")
+
+
+async def cancelled_turn(client, server):
+    """A turn that was cancelled and has not ended, and a release that waits for it."""
+    turn = asyncio.create_task(client.generate("a", [1], PARAMS))
+    await asyncio.sleep(0)
+    turn.cancel()
+    await asyncio.sleep(0)
+    assert server.log[0] == "cancelled"
+    release = asyncio.create_task(client.release("a"))
+    for _ in range(50):  # all that would happen by now has happened
+        await asyncio.sleep(0)
+    return turn, release
+
+
+async def test_a_release_lets_a_cancelled_turn_end_and_is_told_afterwards():
+    """It does not disturb a server that ends its request; until that has ended nothing is freed, and then nothing is left."""
+    server = Ending()
+    client = LLMServerClient([server], admission=AdmissionConfig(max_sessions=2))
+    turn, release = await cancelled_turn(client, server)
+    assert (server.log, client.num_in_flight, client.num_sticky) == (["cancelled"], {0: 1}, 1)
+    server.let_go.set()
+    await release
+    assert turn.cancelled()
+    assert server.log == ["cancelled", "ended", "released"]
+    assert (client.num_in_flight, client.num_sticky) == ({0: 0}, 0)
+    assert [replica.num_sessions for replica in client.activity().replicas] == [0]
+
+
+async def test_a_turn_that_goes_on_though_it_was_cancelled_is_told_again(monkeypatch):
+    """A server that swallowed its cancellation keeps a release for a while only."""
+    monkeypatch.setattr("ostinato_rollout.conversation.GRACE_S", 0.05)
+    server = Ending(ignores_first=True)
+    server.let_go.set()
+    client = LLMServerClient([server])
+    turn, release = await cancelled_turn(client, server)
+    await asyncio.wait_for(release, 20)
+    assert turn.cancelled()
+    assert (server.log[-1], client.num_in_flight, client.num_sticky) == ("released", {0: 0}, 0)
 
 
 async def test_a_release_has_a_deadline(stub_server, monkeypatch, caplog):

@@ -483,6 +483,33 @@ async def test_a_turn_waits_for_all_that_were_cancelled_before_it():
         assert (await third).token_ids == [3, 7]
 
 
+@pytest.mark.parametrize("end", ["stays", "cancels", "leaves"])
+async def test_a_conversation_is_released_once_its_cancelled_turn_has_ended(end):
+    """The server frees what the turn had, and not before; also where whoever releases gives up, or goes, meanwhile."""
+    server = Reluctant()
+    server.gate.clear()
+    async with served(server) as (remote, replica):
+        turn = asyncio.ensure_future(remote.generate([1], PARAMS, "talk"))
+        await until(lambda: server.under_way)
+        turn.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await turn
+        release = asyncio.ensure_future(remote.release("talk"))
+        await until(lambda: replica.num_conversations == 0)
+        if end == "cancels":
+            release.cancel()
+            await until(lambda: replica.num_calls == 1)
+        elif end == "leaves":
+            await remote.disconnect()
+            await until(lambda: replica.num_callers == 0)
+        assert server.released == []
+        server.let_go.set()
+        await until(lambda: server.released)
+        assert (server.released, server.under_way) == (["talk"], set())
+        await asyncio.gather(release, return_exceptions=True)
+    assert server.released == ["talk"]
+
+
 async def test_an_abort_reaches_a_prompt_that_is_on_its_way():
     """A generation whose prompt has to be sent again ends with an abort that was asked for meanwhile."""
     server = Watched()

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from ostinato_rollout.activity import ConversationActivity
 from ostinato_rollout.errors import SessionStateError
+from ostinato_rollout.patience import GRACE_S, done_within
 
 
 class Stage(StrEnum):
@@ -43,6 +44,7 @@ class Conversation:
     __slots__ = (
         "_ended",
         "_num_cancellations",
+        "_task",
         "_turn",
         "group",
         "is_counted",
@@ -84,6 +86,7 @@ class Conversation:
         """Nothing may begin for it any more."""
         self.stage, self.since = Stage.WAITING, time.monotonic()
         self._turn: asyncio.Timeout | None = None
+        self._task: asyncio.Task | None = None
         self._ended: asyncio.Future[None] | None = None
         self._num_cancellations = 0
 
@@ -107,13 +110,13 @@ class Conversation:
                 f"request_id must have one turn under way at a time, got a second for {self.request_id!r};"
                 " await the first, or use another id"
             )
-        self._turn, self._num_cancellations = deadline, num_cancellations()
+        self._turn, self._task, self._num_cancellations = deadline, asyncio.current_task(), num_cancellations()
         self.num_aborts = self.num_partial = 0
         self.stage, self.since = Stage.GENERATING, time.monotonic()
 
     def end(self) -> None:
         """Note that the turn is over, however it went."""
-        self._turn = None
+        self._turn = self._task = None
         if self._ended is not None:
             self._ended.set_result(None)
             self._ended = None
@@ -165,8 +168,12 @@ class Conversation:
         """End the turn under way, and wait until nothing of it is left."""
         assert self._turn is not None
         loop = asyncio.get_running_loop()
-        if not self._turn.expired():
-            self._turn.reschedule(loop.time())
         if self._ended is None:
             self._ended = loop.create_future()
-        await asyncio.shield(self._ended)
+        ended = self._ended
+        if self._task is not None and self._task.cancelling() > self._num_cancellations:
+            # Told again, a server would break off what it does at the end of a request; one that makes nothing of it is told again later.
+            await done_within(ended, GRACE_S)
+        if self._turn is not None and not self._turn.expired():
+            self._turn.reschedule(loop.time())
+        await asyncio.shield(ended)

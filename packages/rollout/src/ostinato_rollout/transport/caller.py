@@ -69,10 +69,12 @@ class Caller:
             del self._ending[running.request_id]
 
     def cancel(self, number: int) -> None:
-        """Ends a call that nobody waits for; one that has ended is fine."""
+        """Ends a call that nobody waits for; one that has ended is fine, and one that is ending is not disturbed."""
         self.forgotten.pop(number, None)
         running = self._running.get(number)
-        if running is not None and running.task.cancel() and running.request_id is not None:
+        if running is None or running.task.cancelling():
+            return
+        if running.task.cancel() and running.request_id is not None:
             self._ending.setdefault(running.request_id, set()).add(running.task)
 
     def cancel_all(self) -> None:

@@ -90,6 +90,18 @@ class Callers:
         caller.conversations.pop(request_id, None)
         self._prompts.forget((caller.identity, request_id))
 
+    async def over(self, caller: Caller, request_id: str) -> None:
+        """A conversation of a caller is over: returns once no cancelled turn of it is left, for the server to free what that had.
+
+        Whoever is cancelled meanwhile leaves it to be released here.
+        """
+        self.forget(caller, request_id)
+        try:
+            await caller.cancelled_turn(request_id)
+        except asyncio.CancelledError:
+            self._release_later(caller, [request_id], set(self._ending.get(request_id, ())))
+            raise
+
     def _release_later(self, caller: Caller, request_ids: list[str], after: set[asyncio.Task[None]]) -> None:
         """Ends conversations that nobody is there to end."""
         for request_id in request_ids:

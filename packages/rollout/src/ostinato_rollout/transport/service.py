@@ -298,7 +298,7 @@ class ReplicaService:
             raise EngineInputError(f"method must be one of {', '.join(self._answers)}, got {call.method!r}")
         try:
             if call.method == "release":
-                self._callers.forget(caller, wire.decode_raw(call.argument, str))
+                await self._callers.over(caller, wire.decode_raw(call.argument, str))
             result = await method(call.argument)
         except msgspec.MsgspecError as error:
             self.stats.num_malformed += 1
