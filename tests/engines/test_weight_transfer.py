@@ -297,9 +297,9 @@ def test_why_an_update_broke_is_told_though_its_memory_cannot_be_freed(connected
     monkeypatch.setattr(SharedMemory, "close", fails)
     with pytest.raises(WeightUpdateError, match="none for") as found:
         sender.send(MANIFEST, list(TENSORS.items())[:-1])
-    sender.close()
-    follower.join()
-    (failed,) = follower.results
+    sender.send(MANIFEST, TENSORS.items())
+    failed, received = follower.results
+    assert same(received, TENSORS)
     assert "sender of weights must stream to their end, got WeightUpdateError: weights must hold every" in str(failed)
     note = ["freeing the memory of the update failed, too: RuntimeError: the device is gone"]
     assert [found.value.__notes__, failed.__notes__] == [note, note]
