@@ -13,6 +13,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -792,6 +793,43 @@ def test_a_worker_says_why_it_took_no_weights_though_it_cannot_forget_them():
         WeightExtension._ostinato_apply(worker, update)
     assert heard == [found.value]
     assert found.value.__notes__ == ["forgetting the parts that came failed, too: ValueError: no such part"]
+
+
+@pytest.mark.parametrize("way", ["stream", "route"])
+def test_a_worker_waits_for_its_sender_as_long_as_others_may_load(way, monkeypatch):
+    """One that says nothing is given up after the time that its way has, and the worker's answer says so."""
+    monkeypatch.setattr("ostinato_engines.vllm_engine.worker.LOADING_S", 0.125)
+    monkeypatch.setattr("ostinato_engines.weight_transfer.along.SENDING_S", 0.25)
+    worker = SimpleNamespace(rank=0, device="cpu", _ostinato_follower=None)
+    with WeightListener() as listener:
+        path = str(listener.path)
+        if way == "stream":
+            answer = WeightExtension.ostinato_receive_weights(worker, [path])
+        else:
+            manifest, route = (
+                msgspec.json.encode(part).decode() for part in (WeightManifest(1, ()), SocketRoute((path,)))
+            )
+            answer = WeightExtension.ostinato_follow_route(worker, manifest, route)
+    limit = {"stream": "0.125", "route": "0.25"}[way]
+    assert answer.startswith(f"WeightUpdateTimeoutError: sender of weights must answer within {limit} s")
+
+
+async def test_workers_that_follow_a_route_take_as_long_as_their_source(monkeypatch):
+    """Each of their waits has a limit of its own; what one reply of vLLM may take is none for the whole."""
+    monkeypatch.setitem(RunningEngine._reply.__kwdefaults__, "limit_s", -1.0)
+    answers = asyncio.Event()
+
+    class Following:
+        errored = False
+
+        async def collective_rpc(self, name, args):
+            await answers.wait()
+            return [""]
+
+    following = asyncio.ensure_future(running_on(Following())._follow(WeightManifest(1, ()), SocketRoute(("/here",))))
+    await asyncio.wait([following], timeout=0.1)
+    answers.set()
+    await following
 
 
 async def test_what_a_pause_keeps_ends_in_one_that_waits():

@@ -144,7 +144,7 @@ async def test_a_replica_that_never_comes_is_waited_for_within_the_deadline(stub
     servers = [stub_server() for _ in range(2)]
     _, second = (Following(server, source) for server in servers)
     second.hangs = True
-    pool = ServerPool(servers, timeout_s=1.0)
+    pool = ServerPool(servers, update_timeout_s=1.0)
     await pool.update_weights(manifest(1), source)
     assert [path for path, _ in source.declined] == ["/1"]
     assert [name for name, _ in servers[1].received] == ALL

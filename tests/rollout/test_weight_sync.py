@@ -14,6 +14,7 @@ from ostinato_engines import (
     WeightManifest,
 )
 from ostinato_rollout import ReplicaState, ServerPool
+from ostinato_rollout.pool_operations import PoolOperations
 
 SPECS = tuple(TensorSpec(name, (1,), "float32") for name in ("a.b.w", "a.c.d.w", "a.c.e.w"))
 
@@ -104,6 +105,27 @@ async def test_a_replica_that_is_replaced_gets_everything(stub_server):
         assert servers[1].taken == [ALL, PART]
     finally:
         await pool.shutdown()
+
+
+async def test_new_weights_have_a_deadline_of_their_own(stub_server, monkeypatch):
+    """Loading takes longer than all else that a replica is asked, for one that is restarted as well."""
+    limits, on_one = {}, PoolOperations.on_one
+
+    async def noting(self, purpose, replica, operation, limit_s):
+        limits.setdefault(purpose, set()).add(limit_s)
+        await on_one(self, purpose, replica, operation, limit_s)
+
+    monkeypatch.setattr(PoolOperations, "on_one", noting)
+    pool = ServerPool([stub_server()], make_server=lambda _: stub_server(), timeout_s=20.0, update_timeout_s=40.0)
+    await pool.start()
+    try:
+        await pool.update_weights(manifest(1), Weights(), replayable=True)
+        await pool.replace(0)
+        assert pool.policy_version == 1
+    finally:
+        await pool.shutdown()
+    assert limits.pop("take weights of version 1") == {40.0}
+    assert limits["pause"] == limits["go on after a pause"] == {20.0}
 
 
 class Broken:

@@ -72,7 +72,7 @@ async def two_engines(home: Path, *, timeout_s: float = 600.0, **options) -> Asy
     servers = [telling()(str(home / "model"), **options if place else {}) for place in range(2)]
     for server in servers:
         await server.start()  # one after the other: transformers reads one model at a time
-    pool = ServerPool(servers, timeout_s=timeout_s)
+    pool = ServerPool(servers, timeout_s=timeout_s, update_timeout_s=timeout_s)
     await pool.start()
     try:
         yield pool

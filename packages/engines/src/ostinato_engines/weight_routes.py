@@ -9,6 +9,10 @@ from pathlib import Path
 
 import msgspec
 
+LOADING_S = 960.0
+"""Longest wait for an end that makes a whole model ready, or has one made, on whichever way: more than the slowest engine has for it."""
+SENDING_S = LOADING_S + 600.0
+"""Longest wait of a worker for its sender along a route, who may have to wait for the loading of another worker, and for a group to meet."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -44,8 +48,8 @@ class CollectiveRoute(msgspec.Struct, frozen=True, tag="collective", kw_only=Tru
     """Of one broadcast; a larger tensor is broadcast alone."""
     join_timeout_s: float = 120.0
     """Longest wait for all to be there."""
-    timeout_s: float = 300.0
-    """Longest wait for one broadcast: the slowest worker loads the bucket before it meanwhile."""
+    timeout_s: float = LOADING_S + 60.0
+    """Longest wait for one broadcast: the slowest worker loads the bucket before it meanwhile, or one that rank 0 sends to over a socket."""
     interface: str | None = None
     """Network interface for traffic on the CPU; chosen by the system where None."""
 

@@ -54,6 +54,7 @@ class ServerPool:
         restarts: How often lost replicas are restarted, and after which waits.
         seed: Of the part of these waits that is drawn.
         timeout_s: Longest time that one operation on one replica may take.
+        update_timeout_s: The same of new weights, whose ways bound each of their waits and then say more.
         start_timeout_s: The same of its start, which engines bound themselves and then say more.
         shutdown_timeout_s: The same of its shutdown.
         health_interval_s: How often a started pool asks replicas for their health; None: never.
@@ -69,6 +70,7 @@ class ServerPool:
         restarts: RestartPolicy | None = None,
         seed: int = 0,
         timeout_s: float = 600.0,
+        update_timeout_s: float = 1800.0,
         start_timeout_s: float = 1800.0,
         shutdown_timeout_s: float = 180.0,
         health_interval_s: float | None = 10.0,
@@ -81,6 +83,7 @@ class ServerPool:
             raise SessionInputError("servers must be distinct objects, got one twice; build one for each replica")
         for name, value in (
             ("timeout_s", timeout_s),
+            ("update_timeout_s", update_timeout_s),
             ("start_timeout_s", start_timeout_s),
             ("shutdown_timeout_s", shutdown_timeout_s),
             ("health_interval_s", 1 if health_interval_s is None else health_interval_s),
@@ -100,12 +103,12 @@ class ServerPool:
             self._exclusive.lock,
             make_server=self._make_server,
             budget=RestartBudget(policy, seed),
-            timeout_s=timeout_s,
+            update_timeout_s=update_timeout_s,
             start_timeout_s=start_timeout_s,
             shutdown_timeout_s=shutdown_timeout_s,
         )
         self._removal = Removal(self._fleet, self._operations, self._revival, timeout_s=timeout_s)
-        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
+        self._timeout_s, self._update_timeout_s, self._start_timeout_s = timeout_s, update_timeout_s, start_timeout_s
         self._shutdown_timeout_s = shutdown_timeout_s
         self._health_interval_s, self._health_timeout_s = health_interval_s, health_timeout_s
         self._watching: asyncio.Task[None] | None = None
@@ -324,7 +327,13 @@ class ServerPool:
 
         async def work() -> None:
             nonlocal is_done
-            sync = WeightSync(self._fleet, self._operations, self._removal.take_out, timeout_s=self._timeout_s)
+            sync = WeightSync(
+                self._fleet,
+                self._operations,
+                self._removal.take_out,
+                timeout_s=self._timeout_s,
+                update_timeout_s=self._update_timeout_s,
+            )
             source = None
             await self._revival.withdraw_weights()  # the last update's: whoever gives new ones has changed them
             try:

@@ -38,7 +38,7 @@ class Revival:
         alone: Held by whoever changes weights or sleep of all replicas.
         make_server: Makes the server for a place, not started; None: lost replicas are shut down only.
         budget: How often, and after which wait.
-        timeout_s: Longest time that new weights may take.
+        update_timeout_s: Longest time that new weights may take.
         start_timeout_s: Longest time that a start may take.
         shutdown_timeout_s: Longest time that a shutdown may take.
     """
@@ -51,14 +51,14 @@ class Revival:
         *,
         make_server: MakeServer | None,
         budget: RestartBudget,
-        timeout_s: float,
+        update_timeout_s: float,
         start_timeout_s: float,
         shutdown_timeout_s: float,
     ) -> None:
         self._fleet, self._operations, self._alone = fleet, operations, alone
         self._make_server, self._budget = make_server, budget
-        self._timeout_s, self._start_timeout_s, self._shutdown_timeout_s = (
-            timeout_s,
+        self._update_timeout_s, self._start_timeout_s, self._shutdown_timeout_s = (
+            update_timeout_s,
             start_timeout_s,
             shutdown_timeout_s,
         )
@@ -214,7 +214,7 @@ class Revival:
                 f"take weights of version {manifest.version}",
                 replica,
                 lambda replica: give_weights(replica, manifest, lambda: until_withdrawn(make_weights())),
-                self._timeout_s,
+                self._update_timeout_s,
             )
         )
         self._replaying[replaying] = None

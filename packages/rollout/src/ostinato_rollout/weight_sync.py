@@ -107,7 +107,8 @@ class WeightSync:
         fleet: Whose replicas.
         operations: How they are asked.
         take_out: Takes a replica out of service that failed to do what the text says.
-        timeout_s: Longest time of each of its steps.
+        timeout_s: Longest time of each of its steps,
+        update_timeout_s: but of that in which a replica takes the weights.
     """
 
     def __init__(
@@ -117,9 +118,10 @@ class WeightSync:
         take_out: Callable[[Replica, str, Exception], None],
         *,
         timeout_s: float,
+        update_timeout_s: float,
     ) -> None:
         self._fleet, self._operations, self._take_out = fleet, operations, take_out
-        self._timeout_s = timeout_s
+        self._timeout_s, self._update_timeout_s = timeout_s, update_timeout_s
         self._asleep: set[int] = set()
         self._begun: set[int] = set()
         self._done: set[int] = set()
@@ -168,7 +170,8 @@ class WeightSync:
             await self._on_each("wake up for weights", asleep, wake)
             if isinstance(make_weights, WeightSource):
                 await self._send_along_routes(taking(), manifest, make_weights)
-            await self._on_each(f"take weights of version {version}", taking(), update, excused=self._without_weights)
+            purpose, limit_s = f"take weights of version {version}", self._update_timeout_s
+            await self._on_each(purpose, taking(), update, limit_s=limit_s, excused=self._without_weights)
             await self._leave_untouched(members)
         finally:
             await to_its_end(self._settle(members, version))
@@ -179,7 +182,7 @@ class WeightSync:
     async def _send_along_routes(
         self, replicas: Iterable[Replica], manifest: WeightManifest, source: WeightSource
     ) -> None:
-        along = RoutedUpdate(self._operations, timeout_s=self._timeout_s)
+        along = RoutedUpdate(self._operations, timeout_s=self._update_timeout_s)
         try:
             await along.run(replicas, manifest, source)
         finally:
@@ -217,11 +220,12 @@ class WeightSync:
         replicas: Iterable[Replica],
         operation: Operation,
         *,
+        limit_s: float | None = None,
         excused: Callable[[], Container[int]] = frozenset,
     ) -> None:
         """Takes out those that fail, but for those that are not to blame."""
         by_index = {replica.index: replica for replica in replicas}
-        failures = await self._operations.on_each(purpose, by_index.values(), operation, self._timeout_s)
+        failures = await self._operations.on_each(purpose, by_index.values(), operation, limit_s or self._timeout_s)
         for index, error in failures.items():
             self._done.discard(index)
             if index not in excused():

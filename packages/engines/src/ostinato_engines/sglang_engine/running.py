@@ -16,6 +16,7 @@ from ostinato_engines.sglang_engine.device_weights import DeviceWeights, payload
 from ostinato_engines.sglang_engine.http import LocalClient, Reply
 from ostinato_engines.sglang_engine.launch import BACKEND
 from ostinato_engines.sglang_engine.protocol import Generated, ModelInfo, ServerInfo, Updated
+from ostinato_engines.weight_routes import LOADING_S
 
 T = TypeVar("T")
 REQUIRED = (
@@ -31,7 +32,8 @@ CHAT = "/v1/chat/completions"
 _CALL_S = 60.0
 _IDLE_S = 60.0
 """Longest wait until SGLang has cleared up after what it answered."""
-_LOAD_S = 900.0
+_LOAD_S = LOADING_S - 60.0
+"""Longest wait for an answer of SGLang that loads weights; whoever waits for this engine waits for longer."""
 _POLL_S = 0.1
 
 

@@ -294,9 +294,9 @@ class RunningEngine:
     async def _follow(self, manifest: WeightManifest, route: WeightRoute) -> None:
         """Has the workers fetch the tensors."""
         arguments = msgspec.json.encode(manifest).decode(), msgspec.json.encode(route).decode()
-        answers = await self._reply(
-            self.llm.collective_rpc("ostinato_follow_route", args=arguments), "take the weights"
-        )
+        follows = self.llm.collective_rpc("ostinato_follow_route", args=arguments)
+        # Each wait of the workers has a limit, after which they answer; the whole takes as long as its source.
+        answers = await self._reply(follows, "take the weights", limit_s=math.inf)
         if failures := [text for text in answers if text]:
             raise WeightUpdateError(f"workers must take the weights, got {failures}; send a complete update")
 

@@ -7,11 +7,11 @@ It is not the way in which vLLM or SGLang move weights between their own workers
 """
 
 from ostinato_engines.errors import MissingDependencyError
+from ostinato_engines.weight_routes import LOADING_S, SENDING_S
 
 try:
     from ostinato_engines.weight_transfer.along import RouteFollower, RouteUpdate, decline, follow_route
     from ostinato_engines.weight_transfer.broadcast import BroadcastSender, KeptGroup
-    from ostinato_engines.weight_transfer.channel import LOADING_S
     from ostinato_engines.weight_transfer.disk import StoredWeights, write_weights
     from ostinato_engines.weight_transfer.memory import MemoryKind
     from ostinato_engines.weight_transfer.receiver import IncomingUpdate, WeightReceiver
@@ -27,6 +27,7 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "LOADING_S",
+    "SENDING_S",
     "BroadcastSender",
     "IncomingUpdate",
     "KeptGroup",

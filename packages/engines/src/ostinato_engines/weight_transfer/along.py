@@ -9,15 +9,13 @@ from torch import Tensor
 
 from ostinato_engines.errors import WeightPeerLostError, WeightUpdateError
 from ostinato_engines.types import WeightManifest
-from ostinato_engines.weight_routes import CollectiveRoute, WeightRoute
+from ostinato_engines.weight_routes import SENDING_S, CollectiveRoute, WeightRoute
 from ostinato_engines.weight_transfer.broadcast import IncomingBroadcast, KeptGroup
 from ostinato_engines.weight_transfer.group import give_up
 from ostinato_engines.weight_transfer.receiver import IncomingUpdate, WeightReceiver
 from ostinato_engines.weight_transfer.rendezvous import connect
 from ostinato_engines.weight_transfer.serving import or_abort
 
-_SENDER_S = 400.0
-"""Longest wait for the sender, which may have to gather a layer, or to wait itself for another worker."""
 _DECLINE_S = 1.0
 
 
@@ -90,7 +88,7 @@ class _SocketUpdate:
     """See `RouteUpdate`."""
 
     def __init__(self, path: str, manifest: WeightManifest) -> None:
-        self._receiver = WeightReceiver(connect(path), timeout_s=_SENDER_S)
+        self._receiver = WeightReceiver(connect(path), timeout_s=SENDING_S)
         try:
             update = self._receiver.next_update(forever=False)
             if update is None:

@@ -15,8 +15,6 @@ from ostinato_engines.errors import EngineInputError, WeightPeerLostError, Weigh
 from ostinato_engines.types import WeightManifest
 
 PROTOCOL = 1
-LOADING_S = 960.0
-"""Longest wait for an end that makes a whole model ready, or has one made: more than the slowest engine has for it."""
 _HEAD = struct.Struct("!IB")
 _MAX_MESSAGE_BYTES = 1 << 28
 """A manifest of a million tensors fits."""

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from ostinato_engines import WeightManifest, WeightUpdateError
+from ostinato_engines.weight_routes import LOADING_S
 from ostinato_rollout.errors import ClusterError
 from ostinato_rollout.ray_cluster.actors import ActorBody, ActorProcess
 from ostinato_rollout.transport import RemoteServer
@@ -19,8 +20,8 @@ _PART_BYTES = 64 << 20
 _PARTS_KEPT = 2
 _POLL_S = 0.01
 _BREAK_OFF_S = 10.0
-_SILENCE_S = 600.0
-"""Longest wait for the next part, on the host of the replica."""
+_SILENCE_S = LOADING_S - 60.0
+"""Longest wait for the next part, on the host of the replica: its engine waits for longer, and hears why nothing comes."""
 
 Part = list[tuple[str, Any]]
 

@@ -1,13 +1,15 @@
 """`WeightOutlets`: a rank's end of the routes by which weights go to the workers of engines.
 
 Invariants: a layer is gathered once, whoever gets it, and none before every outlet is done with the one before; all ranks gather alike, whatever
-becomes of their outlets; and what one worker does ends its own outlet and no other.
+becomes of their outlets; and what one worker does ends its own outlet and no other. While one rank waits for a worker, the ranks go on exchanging
+that they wait: how long a worker takes has nothing to do with how long an exchange may.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
@@ -18,7 +20,15 @@ from torch import Tensor
 
 from ostinato_engines import CollectiveRoute, WeightManifest, WeightUpdateError
 from ostinato_engines.device import HOST, set_device
-from ostinato_engines.weight_transfer import BroadcastSender, KeptGroup, MemoryKind, WeightListener, WeightSender
+from ostinato_engines.weight_transfer import (
+    LOADING_S,
+    SENDING_S,
+    BroadcastSender,
+    KeptGroup,
+    MemoryKind,
+    WeightListener,
+    WeightSender,
+)
 from ostinato_engines.weight_transfer.memory import memory_on
 from ostinato_trainer.heartbeat import beat
 
@@ -28,10 +38,10 @@ COLLECTIVE: Final = "broadcast"
 """The outlet to all that take part in a broadcast."""
 _CONNECT_S: Final = 60.0
 """Longest wait for a worker to come."""
-_ANSWER_S: Final = 300.0
-"""Longest wait for one that has come: it loads a layer meanwhile, or makes a whole model ready."""
-_SOURCE_S: Final = 1200.0
-"""Longest wait of an outlet for the next tensors: a bound for what cannot be, since a gathering has a deadline of its own."""
+_SOURCE_S: Final = SENDING_S - 60.0
+"""Longest wait of an outlet for the next tensors, for which another outlet waits for its worker: its own worker waits for longer, and hears why."""
+_EXCHANGE_S: Final = 1.0
+"""How often ranks exchange that they wait."""
 
 Tensors = Sequence[tuple[str, Tensor]]
 
@@ -92,15 +102,15 @@ class WeightOutlets:
             outlets.append(_Outlet(COLLECTIVE, lambda: BroadcastSender(route, kept), self._device, order.manifest))
         try:
             wanted = {spec.name for spec in order.manifest.tensors}
-            ready = [outlet for outlet in outlets if outlet.is_ready()]
+            self._wait_for(outlets)
+            ready = [outlet for outlet in outlets if not outlet.is_over]
             if self._any_rank(bool(ready)):
                 for tensors in weights_of(order.everywhere):
                     chosen = [(name, tensor) for name, tensor in tensors if name in wanted]
                     del tensors
                     for outlet in ready if chosen else ():
                         outlet.give(chosen)
-                    for outlet in ready if chosen else ():
-                        outlet.wait_until_taken()
+                    self._wait_for(ready)
                     del chosen
                     beat()
             return {outlet.name: outlet.ended() for outlet in outlets}
@@ -113,13 +123,20 @@ class WeightOutlets:
         def connected() -> WeightSender:
             connection = listener.accept(timeout_s=_CONNECT_S)
             kind, device = memory_on(str(self._device)) if shares_device else (MemoryKind.SHARED, HOST)
-            return WeightSender(connection, memory=kind, device=device, timeout_s=_ANSWER_S)
+            return WeightSender(connection, memory=kind, device=device, timeout_s=LOADING_S)
 
         return connected
 
-    def _any_rank(self, has_readers: bool) -> bool:
-        """Whether somebody reads what any of the ranks sends. Collective."""
-        found = torch.tensor([int(has_readers)], device=self._device)
+    def _wait_for(self, outlets: Sequence[_Outlet]) -> None:
+        """Returns once no outlet of any rank has anything that is still read. Collective."""
+        is_waiting = True
+        while is_waiting:
+            deadline = time.monotonic() + _EXCHANGE_S
+            is_waiting = self._any_rank(not all(outlet.has_taken(deadline) for outlet in outlets))
+
+    def _any_rank(self, is_so: bool) -> bool:
+        """Whether it is so on any of the ranks; by way of the host, since the device may be in a broadcast. Collective."""
+        found = torch.tensor([int(is_so)])
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return bool(found.item())
 
@@ -144,11 +161,11 @@ class _Outlet:
         self._thread = threading.Thread(target=self._run, name=f"weights {name}", daemon=True)
         self._thread.start()
 
-    def is_ready(self) -> bool:
-        """Waits until the reader wants tensors; False where it never will."""
+    @property
+    def is_over(self) -> bool:
+        """Whether its reader wants nothing more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._asks or self._is_over)
-            return not self._is_over
+            return self._is_over
 
     def give(self, tensors: Tensors) -> None:
         """The next tensors, which must stay until they are taken."""
@@ -157,10 +174,11 @@ class _Outlet:
                 self._given, self._asks = tensors, False
                 self._changed.notify_all()
 
-    def wait_until_taken(self) -> None:
-        """Returns once nobody reads any more what was given."""
+    def has_taken(self, deadline: float) -> bool:
+        """Waits until the reader wants the next tensors, or never will; False where it still reads, or has not come, at the deadline."""
         with self._changed:
-            self._changed.wait_for(lambda: self._asks or self._is_over)
+            limit_s = max(0.0, deadline - time.monotonic())
+            return self._changed.wait_for(lambda: self._asks or self._is_over, limit_s)
 
     def ended(self) -> str:
         """Says that nothing more comes, and waits for what became of it; empty where all is well."""
