@@ -110,6 +110,17 @@ def test_bypassing_and_correcting_exclude_each_other():
         ([f"{CORRECTION}.rollout_is=token"], f"{CORRECTION}.rollout_is_threshold=3.0", True),
         ([], f"{CORRECTION}.rollout_rs_threshold=3.0", False),
         ([f"{ACTOR}.entropy_coeff=0.1"], f"{ACTOR}.calculate_entropy=true", False),
+        (["algorithm.adv_estimator=gae"], "critic.ppo_micro_batch_size_per_gpu=2", True),
+        (
+            ["algorithm.adv_estimator=gae", f"{ACTOR}.use_dynamic_bsz=true"],
+            "critic.ppo_micro_batch_size_per_gpu=2",
+            False,
+        ),
+        (
+            ["algorithm.adv_estimator=gae", f"{ACTOR}.use_dynamic_bsz=true", "critic.use_dynamic_bsz=false"],
+            "critic.ppo_micro_batch_size_per_gpu=2",
+            True,
+        ),
     ],
 )
 def test_a_key_that_the_choice_does_not_read_is_said(caplog, chosen, written, is_read):

@@ -485,7 +485,7 @@ def test_the_exported_folder_is_an_ordinary_model(tmp_path):
 
 
 @pytest.mark.parametrize("text", ['{"eos_token_id": [5, 7], "temperature": 0.6}', None])
-def test_what_a_model_says_of_sampling_travels_unchanged(tmp_path, text):
+def test_what_a_model_says_of_sampling_travels_unchanged(tmp_path, monkeypatch, text):
     """Also what transformers reads and refuses to write, a temperature without `do_sample`; a model without a file keeps what its
     configuration says."""
     source, export = tmp_path / "source", tmp_path / "export"
@@ -495,7 +495,8 @@ def test_what_a_model_says_of_sampling_travels_unchanged(tmp_path, text):
     (source / "generation_config.json").unlink()
     if text is not None:
         (source / "generation_config.json").write_text(text)
-    backend = LocalBackend.from_pretrained(source, LocalBackendOptions(device="cpu"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    backend = LocalBackend.from_pretrained("~/source", LocalBackendOptions(device="cpu"))
     before = backend.model.generation_config
     for _ in range(2):
         backend.save_hf(export)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from ostinato_trainer.backends.adamw import AdamWOptions
 from ostinato_trainer.backends.local import LocalBackendOptions
 from ostinato_trainer.backends.megatron import setup
 from ostinato_trainer.backends.megatron.setup import megatron_factory, megatron_problems
+from ostinato_trainer.backends.memory import EngineShare
 from ostinato_trainer.config import Config
 from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.config.strategy_checks import unread_strategy_keys
@@ -52,7 +52,16 @@ def test_a_sound_run_has_no_problems(tmp_path: Path) -> None:
     )
     assert megatron_problems(config) == []
     factory = megatron_factory(
-        config, AdamWOptions(lr=3e-6, total_steps=7, lr_scheduler_type="linear"), enable_gradient_checkpointing=True
+        config,
+        LocalBackendOptions(
+            lr=3e-6,
+            total_steps=7,
+            lr_scheduler_type="linear",
+            dtype="bfloat16",
+            keep_reference=True,
+            engine=EngineShare(fraction=0.4),
+        ),
+        enable_gradient_checkpointing=True,
     )
     options = factory.options
     assert factory.path == str(tmp_path)
@@ -64,6 +73,7 @@ def test_a_sound_run_has_no_problems(tmp_path: Path) -> None:
     )
     assert (options.dtype, options.keep_reference, options.enable_gradient_checkpointing) == ("bfloat16", True, True)
     assert (options.lr, options.total_steps, options.lr_scheduler_type) == (3e-6, 7, "linear")
+    assert options.engine.fraction == 0.4
 
 
 @pytest.mark.parametrize(
@@ -98,7 +108,7 @@ def test_a_critic_is_split_as_the_policy_is(tmp_path: Path) -> None:
     config = config_of(tmp_path, *keys)
     factory = megatron_factory(
         config,
-        AdamWOptions(lr=3e-6),
+        LocalBackendOptions(lr=3e-6),
         enable_gradient_checkpointing=False,
         critic=("critic folder", LocalBackendOptions(lr=1e-4, dtype="bfloat16")),
     )
@@ -172,5 +182,5 @@ def test_splitting_tokens_over_one_rank_is_said(tmp_path: Path, tensor: int, is_
     config = config_of(tmp_path, "trainer.n_gpus_per_node=2", *keys)
     rules = unread_strategy_keys(config)
     assert any(applies and f"{prefix}.sequence_parallel" in unread for applies, _, unread in rules) is is_unread
-    factory = megatron_factory(config, AdamWOptions(total_steps=1), enable_gradient_checkpointing=False)
+    factory = megatron_factory(config, LocalBackendOptions(total_steps=1), enable_gradient_checkpointing=False)
     assert factory.options.layout.splits_tokens is False

@@ -88,10 +88,12 @@ ENGINE = "actor_rollout_ref.rollout.name"
             "actor_rollout_ref.rollout.max_model_len must be at most max_position_embeddings of the model, got 2048 > 1024",
         ),
         ({"max_position_embeddings": 1156}, LENGTHS, None),
-        ({"n_positions": 1024}, LENGTHS, None),
+        ({"n_positions": 1024}, LENGTHS, "= 1156 > 1024"),
+        ({"text_config": {}, "max_position_embeddings": 1024}, LENGTHS, "= 1156 > 1024"),
+        ({"longest": 1024}, LENGTHS, None),
         ({"max_position_embeddings": 1024}, (*LENGTHS, f"{ENGINE}=vllm"), None),
     ],
-    ids=["lengths", "nested", "max_model_len", "enough", "unknown", "another engine"],
+    ids=["lengths", "nested", "max_model_len", "enough", "by another name", "beside", "unknown", "another engine"],
 )
 def test_sequences_longer_than_the_model_has_positions_for_are_refused(
     tmp_path: Path, model: dict[str, object], overrides: tuple[str, ...], words: str | None

@@ -29,6 +29,7 @@ from ostinato_trainer.error_reporting import run_reporting_errors
 from ostinato_trainer.errors import CheckpointError, ConfigError, DatasetError, TrainerError, TrainingInterrupted
 from ostinato_trainer.quickstart.tiny_model import save_model, save_tokenizer
 from ostinato_trainer.sft import run as sft_run
+from ostinato_trainer.sft.checks import check_sft
 from ostinato_trainer.sft.data import Conversations, read_conversations
 from ostinato_trainer.sft.run import run_sft
 from ostinato_trainer.sft.steps import sft_batch
@@ -210,6 +211,29 @@ def test_a_wrong_option_is_one_message(
     assert command(*(part for pair in options.items() for part in pair)) == 1
     assert message in " ".join(capsys.readouterr().err.split())
     assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["max_position_embeddings", "n_positions"])
+def test_a_conversation_beyond_the_model_s_positions_is_refused_before_the_first_step(
+    model: Path, tmp_path: Path, name: str
+) -> None:
+    """Whatever a model's configuration calls them; a length below leaves such conversations out, and that is what is advised."""
+    short = tmp_path / "model"
+    shutil.copytree(model, short)
+    config = json.loads((short / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (short / "config.json").write_text(json.dumps({**config, name: 20}))
+    data = jsonl(tmp_path / "data.jsonl", [conversation("yes"), conversation("yes" * 20)])
+    with pytest.raises(ConfigError, match=r"data\.max_length must be at most .* write data\.max_length=20,"):
+        run(short, data, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_one_device_does_not_do_is_said(caplog: pytest.LogCaptureFixture, model: Path, tmp_path: Path) -> None:
+    """Layers are not computed again: whoever asks for it hears of what saves memory here."""
+    data, key = jsonl(tmp_path / "data.jsonl", [conversation("yes")]), "model.enable_gradient_checkpointing"
+    check_sft(configured(model, data, tmp_path / "out", f"{key}=true"), [key])
+    assert f"{key} has no effect while one device trains" in caplog.text
 
 
 def test_an_output_with_something_in_it_is_refused(model: Path, tmp_path: Path) -> None:

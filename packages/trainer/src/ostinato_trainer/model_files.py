@@ -26,6 +26,7 @@ __all__ = [
     "check_same_tokenizer",
     "check_vocabulary",
     "load_tokenizer",
+    "num_positions",
     "smaller_vocabulary",
     "warn_of_endless_turns",
 ]
@@ -49,6 +50,12 @@ class _TokenizerModel(msgspec.Struct):
 class _TextConfig(msgspec.Struct):
     vocab_size: int | None = None
     max_position_embeddings: int | None = None
+    n_positions: int | None = None
+    """The same of GPT-2 and its kin."""
+
+    @property
+    def num_positions(self) -> int | None:
+        return self.max_position_embeddings or self.n_positions
 
 
 class _ModelJson(_TextConfig):
@@ -97,8 +104,7 @@ def check_positions(config: Config) -> None:
     rollout, data = config.actor_rollout_ref.rollout, config.data
     if rollout.name != "transformers" or rollout.agent.custom_async_server.path is not None:
         return
-    model = _model_json(home_path(str(config.actor_rollout_ref.model.path), f"{_KEY}.path") / "config.json")
-    known = next((part.max_position_embeddings for part in (model.text_config, model) if part is not None), None)
+    known = num_positions(str(config.actor_rollout_ref.model.path))
     if rollout.max_model_len is not None:
         longest, what, got = rollout.max_model_len, "actor_rollout_ref.rollout.max_model_len", ""
     else:
@@ -110,6 +116,17 @@ def check_positions(config: Config) -> None:
             f"{what} must be at most max_position_embeddings of the model, got {got}{longest} > {known}; write less, or name a model for "
             f"longer texts in {_KEY}.path"
         )
+
+
+def num_positions(path: str, key: str = _KEY) -> int | None:
+    """The longest sequence that a model is made for, in tokens; None where its configuration does not say it.
+
+    Args:
+        path: Of its folder.
+        key: The node of the configuration that names it.
+    """
+    model = _model_json(home_path(path, f"{key}.path") / "config.json")
+    return (None if model.text_config is None else model.text_config.num_positions) or model.num_positions
 
 
 def check_same_tokenizer(policy: str, critic: str) -> None:

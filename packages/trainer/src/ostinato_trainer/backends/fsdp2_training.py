@@ -119,7 +119,11 @@ class ShardedTraining:
                 policy_version=self.num_updates,
                 frozen=self._frozen,
             )
-            write_counters(directory, counters)
+            try:
+                write_counters(directory, counters)
+            except OSError as failure:
+                error = failure
+        raise_alike(error)
 
     def load(self, directory: Path) -> None:
         """Reads what ranks or one device wrote.

@@ -24,7 +24,7 @@ _TOKENIZER_FILES: Final = (
 
 def copy_tokenizer(source: str | Path, directory: Path) -> None:
     """Puts the tokenizer's files of a folder, unchanged, or of a hub id into a directory that exists."""
-    folder = Path(source)
+    folder = Path(source).expanduser()
     if not folder.is_dir():
         from transformers import AutoTokenizer
 
@@ -44,7 +44,7 @@ def copy_generation_config(source: str | Path, directory: Path) -> bool:
 
     What `transformers` reads it may refuse to write, such as a temperature without `do_sample`.
     """
-    path = Path(source) / GENERATION_FILE
+    path = Path(source).expanduser() / GENERATION_FILE
     if not path.parent.is_dir():
         from huggingface_hub import hf_hub_download
 

@@ -138,7 +138,8 @@ class TrainerConfig(ResumeConfig, frozen=True, forbid_unknown_fields=True, kw_on
     best_metric: str | None = None
     """A metric by its name, such as val-core/SOURCE/acc/mean@1: the checkpoint with the highest value is kept too."""
     async_save: bool = True
-    """Write checkpoints while training goes on, from a copy in the host's memory, three times the weights; false waits for each."""
+    """Write checkpoints while training goes on, from a copy in the host's memory, three times the weights; false waits for each, as strategies
+    with ranks do."""
     seed: int = 1
     """Seed of the run; data and rollout take theirs from it where they have none."""
     device: str | None = None

@@ -106,6 +106,7 @@ def _trainer_rules(config: Config) -> list[Rule]:
 
 def _critic_rules(config: Config, written: Collection[str]) -> list[Rule]:
     estimator = config.algorithm.adv_estimator
+    own, actors = config.critic.use_dynamic_bsz, config.actor_rollout_ref.actor.use_dynamic_bsz
     return [
         (
             estimator in _WITHOUT_CRITIC,
@@ -113,8 +114,8 @@ def _critic_rules(config: Config, written: Collection[str]) -> list[Rule]:
             ("trainer.critic_warmup", *(key for key in written if key.startswith("critic."))),
         ),
         (
-            bool(config.critic.use_dynamic_bsz),
-            "critic.use_dynamic_bsz is true",
+            actors if own is None else own,
+            f"{_ACTOR}.use_dynamic_bsz is true" if own is None else "critic.use_dynamic_bsz is true",
             ("critic.ppo_micro_batch_size_per_gpu",),
         ),
     ]

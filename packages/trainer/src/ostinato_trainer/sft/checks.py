@@ -69,6 +69,11 @@ def _unread_keys(config: SftConfig, written: Collection[str]) -> list[str]:
             ("trainer.resume_from_path",),
         ),
         (trainer.save_freq == 0, "trainer.save_freq is 0", ("trainer.max_ckpt_to_keep",)),
+        (
+            model.enable_gradient_checkpointing,
+            "one device trains, as it does here; a lower data.max_token_len_per_gpu, model.dtype=bfloat16 or model.lora_rank=16 save memory",
+            ("model.enable_gradient_checkpointing",),
+        ),
     )
     return [
         f"{key} has no effect while {why}" for applies, why, keys in rules if applies for key in keys if key in written

@@ -26,10 +26,10 @@ from ostinato_trainer.checkpoints.manager import CheckpointManager
 from ostinato_trainer.checkpoints.resume import ResumePoint, resume_point, take_up
 from ostinato_trainer.checkpoints.whole_folder import check_root, writing_below
 from ostinato_trainer.config.sft import SftConfig
-from ostinato_trainer.errors import TrainingInterrupted
+from ostinato_trainer.errors import ConfigError, TrainingInterrupted
 from ostinato_trainer.home_paths import home_path
 from ostinato_trainer.interrupts import terminated_as_interrupted
-from ostinato_trainer.model_files import smaller_vocabulary, warn_of_endless_turns
+from ostinato_trainer.model_files import num_positions, smaller_vocabulary, warn_of_endless_turns
 from ostinato_trainer.progress import step_progress
 from ostinato_trainer.sft.checkpoints import LearnedConversations, SftCheckpoints, began_at, check_unused
 from ostinato_trainer.sft.checks import check_sft
@@ -202,6 +202,15 @@ class _Run:
         self._bars.update(bar, total=count, completed=count, note=note)
         if found.num_overlong and not self._console.is_terminal:
             self._console.print(f"{what}: {count}; {note}", highlight=False)
+        known, longest = (
+            num_positions(str(self._config.model.path), key="model"),
+            max((len(each.token_ids) for each in found.encoded), default=0),
+        )
+        if known is not None and longest > known:
+            raise ConfigError(
+                f"data.max_length must be at most max_position_embeddings of the model, got {data.max_length} and {what} of up to {longest} "
+                f"tokens, > {known}; write data.max_length={known}, which leaves longer ones out, or name a model for longer texts in model.path"
+            )
         return found.encoded
 
 

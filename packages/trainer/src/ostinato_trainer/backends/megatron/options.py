@@ -10,6 +10,7 @@ import torch
 
 from ostinato_trainer.backends.adamw import AdamWOptions
 from ostinato_trainer.backends.megatron.shape import MegatronLayout
+from ostinato_trainer.backends.memory import EngineShare
 from ostinato_trainer.backends.ranks.base import RankAddress
 from ostinato_trainer.errors import BackendError
 
@@ -28,6 +29,8 @@ class MegatronOptions(AdamWOptions, frozen=True, forbid_unknown_fields=True, kw_
     """Of the parameters and of what is computed: float32 or bfloat16. Gradients, moments and the weights that steps are taken of stay float32."""
     keep_reference: bool = False
     """Keep the model as it is at construction, the reference of a KL term, as a second copy."""
+    engine: EngineShare = EngineShare()
+    """What an engine takes of the same device."""
     enable_gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward pass and compute the rest again."""
 

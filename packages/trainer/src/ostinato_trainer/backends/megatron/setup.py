@@ -79,7 +79,7 @@ def _has_critic(config: Config) -> bool:
 
 def megatron_factory(
     config: Config,
-    options: AdamWOptions,
+    options: LocalBackendOptions,
     *,
     enable_gradient_checkpointing: bool,
     critic: tuple[str, LocalBackendOptions] | None = None,
@@ -88,23 +88,23 @@ def megatron_factory(
 
     Args:
         config: Without `megatron_problems`.
-        options: The optimizer's, as for any other strategy.
+        options: What any strategy needs to know.
         enable_gradient_checkpointing: Keep layers' inputs alone for the backward pass.
         critic: Folder or hub id of a critic that the ranks hold beside the policy, and what any strategy needs to know of it.
     """
-    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
 
-    def split(options: AdamWOptions, dtype: str, *, keep_reference: bool) -> MegatronOptions:
+    def split(options: LocalBackendOptions) -> MegatronOptions:
         return MegatronOptions(
             **{name: getattr(options, name) for name in AdamWOptions.__struct_fields__},
             layout=layout_of(config),
-            dtype=dtype,
-            keep_reference=keep_reference,
+            dtype=options.dtype,
+            keep_reference=options.keep_reference,
+            engine=options.engine,
             enable_gradient_checkpointing=enable_gradient_checkpointing,
         )
 
     return MegatronRankFactory(
-        path=str(model.path),
-        options=split(options, actor.dtype, keep_reference=actor.use_kl_loss or config.algorithm.use_kl_in_reward),
-        critic=None if critic is None else (critic[0], split(critic[1], critic[1].dtype, keep_reference=False)),
+        path=str(config.actor_rollout_ref.model.path),
+        options=split(options),
+        critic=None if critic is None else (critic[0], split(critic[1])),
     )

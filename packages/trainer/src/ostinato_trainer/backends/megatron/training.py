@@ -262,7 +262,7 @@ class MegatronTraining:
         )
         error: Exception | None = None
         try:
-            check_state_fits(state, self._device, cures=self._cures.state)
+            check_state_fits(state, self._device, cures=self._cures.state, engine=options.engine)
         except OutOfMemoryError as failure:
             error = failure
         raise_alike(error)
