@@ -40,8 +40,8 @@ class Watched:
     def count(self):
         self.num_changes += 1
 
-    async def ask(self, method, endpoint):
-        self.asked.append((method, endpoint))
+    async def ask(self, *call):
+        self.asked.append(call)
 
     @property
     def view(self):
@@ -74,6 +74,14 @@ def test_whether_turns_wait_is_part_of_the_view():
     assert (watched.view.held, watched.view.why_none) == ("replicas are asleep", "")
     watched.follower.proceed("all are lost")
     assert (watched.view.held, watched.view.why_none) == ("", "all are lost")
+
+
+async def test_all_workers_have_the_view_before_it_counts_as_heard():
+    """They are told it, and nothing more."""
+    watched = Watched()
+    watched.follower.hold("replicas are given new weights")
+    await watched.follower.heard()
+    assert watched.asked == [()]
 
 
 async def test_what_is_inside_of_a_replica_is_taken_back_before_it_is_waited_for():

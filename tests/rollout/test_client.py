@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ostinato_engines import (
     AsyncServerBase,
     EngineClosedError,
+    EngineNotReadyError,
     EngineState,
     Health,
     PolicySpan,
@@ -193,6 +194,28 @@ async def test_an_aborted_generation_goes_on_within_its_first_budget(stub_server
     assert result.logprobs == [-float(token_id) for token_id in result.token_ids]
     assert result.policy_versions == (PolicySpan(0, 1), PolicySpan(6, 2))
     assert result.stop_reason is StopReason.LENGTH
+
+
+@pytest.mark.parametrize("was_held", [True, False])
+async def test_a_turn_that_met_new_weights_begins_again_however_late_it_hears_of_it(stub_server, was_held):
+    """Turns were held and went on while its answer was under way; an engine that is not ready otherwise is an error."""
+    server = stub_server([EngineNotReadyError("server must be ready, is without complete weights")])
+    server.gate = asyncio.Event()
+    client = LLMServerClient([server])
+    turn = asyncio.ensure_future(client.generate("r", [1], PARAMS))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert server.running == 1
+    if was_held:
+        client.hold("replicas are given new weights")
+        client.proceed()
+    server.gate.set()
+    if was_held:
+        assert (await turn).token_ids == [99]
+    else:
+        with pytest.raises(ReplicaError, match="without complete weights"):
+            await turn
+    assert client.num_in_flight == {0: 0}
 
 
 async def test_a_full_budget_ends_without_another_call(stub_server, output):

@@ -1,6 +1,9 @@
 """What a replica is given: everything, or the tensors that may have changed; and what becomes of it where that cannot be made."""
 
+import asyncio
 import logging
+from functools import partial
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,7 +16,7 @@ from ostinato_engines import (
     TensorSpec,
     WeightManifest,
 )
-from ostinato_rollout import ReplicaState, ServerPool
+from ostinato_rollout import LLMServerClient, ReplicaState, ServerPool, fleet
 from ostinato_rollout.pool_operations import PoolOperations
 
 SPECS = tuple(TensorSpec(name, (1,), "float32") for name in ("a.b.w", "a.c.d.w", "a.c.e.w"))
@@ -66,6 +69,33 @@ async def test_after_the_first_update_only_what_may_have_changed_is_sent(stub_se
             assert pool.policy_version == version
     assert server.taken == [ALL, PART, PART]
     assert caplog.text.count("got 2 of 3 tensors: the rest cannot have changed") == 2
+
+
+@pytest.mark.parametrize("purpose", ["update", "sleep"])
+async def test_clients_elsewhere_have_heard_before_replicas_stop(stub_server, purpose):
+    """None of their turns meets a replica that is given weights or sleeps; one that is silent holds up nothing for long."""
+    server = stub_server()
+    pool = ServerPool([server])
+    told = Mock(spec=LLMServerClient)
+    told.take_back.return_value = 0
+    told.heard.side_effect = partial(server._do, "all have heard")
+    pool.follow(told)
+    await (pool.update_weights(manifest(1), Weights()) if purpose == "update" else pool.sleep(1))
+    assert server.log[:2] == ["all have heard", "pause" if purpose == "update" else "sleep"]
+    told.hold.assert_called()
+
+
+async def test_a_silent_client_elsewhere_holds_up_nothing_for_long(stub_server, monkeypatch, caplog):
+    """It is said that its turns may fail."""
+    monkeypatch.setattr(fleet, "_HEARING_S", 0.01)
+    pool = ServerPool([stub_server()])
+    told = Mock(spec=LLMServerClient)
+    told.take_back.return_value = 0
+    told.heard.side_effect = asyncio.Event().wait
+    pool.follow(told)
+    await pool.update_weights(manifest(1), Weights())
+    assert pool.policy_version == 1
+    assert "not all clients have heard" in caplog.text
 
 
 async def test_each_replica_gets_what_it_lacks(stub_server):

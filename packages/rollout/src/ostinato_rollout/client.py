@@ -155,6 +155,9 @@ class LLMServerClient:
         self._gate.open()
         self._placement.admission.proceed()
 
+    async def heard(self) -> None:
+        """Wait until what it was told is so: at once."""
+
     def refresh_capacities(self) -> None:
         """Ask replicas again how much they hold; the pool does so when they have started."""
         self._placement.refresh()

@@ -24,6 +24,7 @@ _HOLDING = {
     ReplicaState.UPDATING: "replicas are given new weights",
     ReplicaState.ASLEEP: "replicas are asleep",
 }
+_HEARING_S = 10.0
 _COMING = frozenset({ReplicaState.BACKING_OFF, ReplicaState.RESTARTING, ReplicaState.WAITING_FOR_WEIGHTS})
 
 
@@ -36,6 +37,7 @@ class Follower(Protocol):
     async def left(self, server: AsyncServerBase) -> None: ...
     def hold(self, reason: str) -> None: ...
     def proceed(self, why_none: str = "") -> None: ...
+    async def heard(self) -> None: ...
     def refresh_capacities(self) -> None: ...
 
 
@@ -146,6 +148,17 @@ class Fleet:
     async def left(self, server: AsyncServerBase) -> None:
         """Wait until no follower has a generation inside of `server`."""
         await asyncio.gather(*(follower.left(server) for follower in list(self._followers)))
+
+    async def heard(self) -> None:
+        """Wait until followers elsewhere know whether turns wait; whoever is silent for long is found out by others."""
+        hearing = asyncio.gather(*(each.heard() for each in list(self._followers)), return_exceptions=True)
+        try:
+            async with asyncio.timeout(_HEARING_S):
+                await hearing
+        except TimeoutError:
+            logger.warning(
+                "not all clients have heard in %g s whether turns wait; theirs may fail meanwhile", _HEARING_S
+            )
 
     def refresh_capacities(self) -> None:
         """Let clients ask anew what replicas hold."""

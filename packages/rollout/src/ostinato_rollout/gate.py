@@ -13,6 +13,8 @@ class Gate:
         self._open.set()
         self.reason = ""
         """Why it is closed; empty: it is open."""
+        self.num_closings = 0
+        """How often it was closed: whoever passed meanwhile may meet what it was closed for."""
 
     @property
     def is_open(self) -> bool:
@@ -22,6 +24,7 @@ class Gate:
     def close(self, reason: str) -> None:
         """Let everybody wait who comes from now on."""
         self.reason = reason
+        self.num_closings += 1
         self._open.clear()
 
     def open(self) -> None:

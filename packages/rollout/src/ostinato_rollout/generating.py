@@ -91,7 +91,7 @@ class Generating:
         if not self._gate.is_open:
             await self._pass(conversation)
         previous, replica = conversation.replica, placement.enter(conversation)
-        server = placement.servers[replica]
+        server, num_closings = placement.servers[replica], self._gate.num_closings
         attempt = None
         try:
             with self._attempts.at(server) as attempt:
@@ -102,7 +102,7 @@ class Generating:
                     raw = await server.generate(prompt, params, conversation.request_id, media)
         except Exception as error:
             conversation.check_goes_on()
-            if self._begins_again(attempt, error) or await self._is_lost(replica, server, error):
+            if self._begins_again(attempt, error, num_closings) or await self._is_lost(replica, server, error):
                 conversation.check_goes_on()
                 return None
             if isinstance(error, RolloutError):
@@ -132,10 +132,18 @@ class Generating:
         conversation.check_goes_on()
         conversation.enter(Stage.GENERATING)
 
-    def _begins_again(self, attempt: asyncio.Timeout | None, error: Exception) -> bool:
-        """Tell whether an attempt failed because it was taken back, or because its replica is just given new weights."""
-        taken_back = attempt is not None and attempt.expired()
-        return taken_back or (isinstance(error, EngineNotReadyError) and not self._gate.is_open)
+    def _begins_again(self, attempt: asyncio.Timeout | None, error: Exception, num_closings: int) -> bool:
+        """Tell whether an attempt failed because it was taken back, or because its replica was given new weights meanwhile.
+
+        Args:
+            attempt: Its scope; None where it had not begun.
+            error: What it failed with.
+            num_closings: Of the gate when it began.
+        """
+        if attempt is not None and attempt.expired():
+            return True
+        was_held = not self._gate.is_open or self._gate.num_closings > num_closings
+        return isinstance(error, EngineNotReadyError) and was_held
 
     async def _is_lost(self, replica: int, server: AsyncServerBase, error: Exception) -> bool:
         """Tell whether a replica that failed to generate is out of service; take it out if it has failed for good."""

@@ -37,6 +37,7 @@ async def put_to_sleep(fleet: Fleet, ask: AskOrTakeOut, level: int) -> None:
     for replica in fleet.in_service():
         if replica.state is not ReplicaState.ASLEEP:
             fleet.move(replica, ReplicaState.ASLEEP, f"the pool sleeps at level {level}")
+    await fleet.heard()
     await ask("go to sleep", fleet.live(), sleep)
     live = fleet.live()
     if live and all(replica.stays_awake for replica in live):

@@ -164,6 +164,7 @@ class WeightSync:
             return [each for each in members if each.state in states and each.index not in self._done]
 
         try:
+            await fleet.heard()
             await self._on_each("pause", self._awake(updating), pause)
             # Some engines give up their weights' memory, too, however they sleep.
             asleep = [each for each in taking() if each.index in self._asleep or self._waits_asleep(each)]

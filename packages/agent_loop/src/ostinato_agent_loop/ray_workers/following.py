@@ -55,14 +55,14 @@ class ReplicaFollower:
     Args:
         on_change: Called when there is a new view.
         on_failed: Is told of a replica that knows of its own failure, and of the error.
-        tell_all: Has all workers do something with one replica: the name of a method and the endpoint.
+        tell_all: Tells all workers the view, and has them do something with one replica, where any is given: the name of a method and the endpoint.
     """
 
     def __init__(
         self,
         on_change: Callable[[], None],
         on_failed: Callable[[AsyncServerBase, Exception], None],
-        tell_all: Callable[[str, ReplicaEndpoint], Awaitable[None]],
+        tell_all: Callable[..., Awaitable[None]],
     ) -> None:
         self._on_change, self._on_failed, self._tell_all = on_change, on_failed, tell_all
         self._known: dict[AsyncServerBase, ReplicaEndpoint] = {}
@@ -128,6 +128,10 @@ class ReplicaFollower:
     def proceed(self, why_none: str = "") -> None:
         """Turns go on."""
         self._see(held="", why_none=why_none)
+
+    async def heard(self) -> None:
+        """Waits until all workers have the view."""
+        await self._tell_all()
 
     def refresh_capacities(self) -> None:
         """Workers reach replicas that have started, and then ask what they hold."""

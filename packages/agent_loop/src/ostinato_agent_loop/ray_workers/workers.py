@@ -24,7 +24,7 @@ from ostinato_agent_loop.trajectory import Trajectory
 from ostinato_agent_loop.worker import TrajectoryTask
 from ostinato_engines import AsyncServerBase, SamplingParams
 from ostinato_rollout import Failure, FailureKind, RolloutScheduler, ServerPool, SessionInputError
-from ostinato_rollout.ray_cluster import ActorLostError, ActorPlacement, ActorProcess, ClusterError, ReplicaEndpoint
+from ostinato_rollout.ray_cluster import ActorLostError, ActorPlacement, ActorProcess, ClusterError
 from ostinato_rollout.restarts import RestartBudget, RestartPolicy
 
 logger = logging.getLogger(__name__)
@@ -240,13 +240,18 @@ class RayWorkers:
             worker.process = None
             await process.end()
 
-    async def _tell_all(self, method: str, endpoint: ReplicaEndpoint) -> None:
-        """Has those that are there do something with a replica; who is lost meanwhile has nothing left there."""
+    async def _tell_all(self, *call: Any) -> None:
+        """Tells those that are there of the replicas, and has them do something; who is lost meanwhile has nothing left there.
+
+        Args:
+            call: The name of a method and what it takes; none: they are told only.
+        """
 
         async def tell(process: ActorProcess) -> None:
             with suppress(ActorLostError):
                 await process.ask("follow", self._follower.view)
-                await process.ask(method, endpoint)
+                if call:
+                    await process.ask(*call)
 
         await asyncio.gather(*(tell(worker.process) for worker in self.workers if worker.process is not None))
 
