@@ -81,7 +81,7 @@ async def test_clients_elsewhere_have_heard_before_replicas_stop(stub_server, pu
     told.heard.side_effect = partial(server._do, "all have heard")
     pool.follow(told)
     await (pool.update_weights(manifest(1), Weights()) if purpose == "update" else pool.sleep(1))
-    assert server.log[:2] == ["all have heard", "pause" if purpose == "update" else "sleep"]
+    assert server.log[:2] == ["all have heard", "update_weights" if purpose == "update" else "sleep"]
     told.hold.assert_called()
 
 
