@@ -1,4 +1,4 @@
-"""Ctrl-C during a run of actors, in a process of its own with a cluster of its own."""
+"""Ctrl-C and SIGTERM during a run of actors, in a process of its own with a cluster of its own."""
 
 from __future__ import annotations
 
@@ -29,8 +29,12 @@ LONGEST_S = 240.0
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ctrl_c_frees_everything(tmp_path: Path) -> None:
-    """After Ctrl-C in the middle of a run of actors the command ends with status 130 and one line, and no process of its cluster is left."""
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=lambda value: str(value)
+)
+def test_a_signal_to_the_group_frees_everything(tmp_path: Path, number: signal.Signals, expected: int) -> None:
+    """After Ctrl-C in the middle of a run of actors, or SIGTERM to its process group as `timeout` sends it, the command ends with the signal's
+    status and one line, and no process of its cluster is left."""
     home, out = tmp_path / "home", tmp_path / "out"
     home.mkdir()
     make_files(home, seed=0)
@@ -51,7 +55,12 @@ def test_ctrl_c_frees_everything(tmp_path: Path) -> None:
     environment.pop("RAY_ADDRESS", None)
     with (tmp_path / "log").open("w") as log:
         running = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, "train", *arguments], stdout=log, stderr=log, env=environment, cwd=tmp_path
+            [sys.executable, "-c", COMMAND, "train", *arguments],
+            stdout=log,
+            stderr=log,
+            env=environment,
+            cwd=tmp_path,
+            start_new_session=True,
         )
         try:
             metrics, deadline = out / "metrics.jsonl", time.monotonic() + LONGEST_S
@@ -60,13 +69,13 @@ def test_ctrl_c_frees_everything(tmp_path: Path) -> None:
                     break
                 time.sleep(0.1)
             started = descendants(running.pid)
-            running.send_signal(signal.SIGINT)
+            os.killpg(running.pid, number)
             status = running.wait(LONGEST_S)
         finally:
             running.kill()
             running.wait()
     text = (tmp_path / "log").read_text()
-    assert status == 130, text
+    assert status == expected, text
     said = [line for line in text.splitlines() if " pid=" not in line]  # Ray shows what actors log with their process
     assert not any("Traceback" in line for line in said), text
     assert "interrupted: " in said[-1], text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import threading
@@ -11,6 +12,8 @@ import pytest
 
 pytest.importorskip("ray")
 pytest.importorskip("zmq")
+
+from ray._private import services
 
 from ostinato_rollout.ray_cluster import ClusterError, cluster, connected
 from ostinato_rollout.ray_cluster.testing import is_running
@@ -57,6 +60,20 @@ def test_a_cluster_that_is_always_too_slow_is_an_error(starts):
         pass
     assert len(starts.begun) == cluster.NUM_STARTS
     assert not any(is_running(process.pid) for process in starts.begun)
+
+
+def test_processes_of_a_cluster_lead_groups_of_their_own(starts, monkeypatch):
+    """A signal to the group of a command, as `timeout` sends it, leaves the cluster to the command, which needs it for its own end."""
+
+    def init(**options):
+        starts.begun.append(services.start_ray_process(["sleep", "600"], "raylet", fate_share=True).process)
+
+    monkeypatch.setattr(cluster.ray, "init", init)
+    plain = services.ConsolePopen
+    with connected():
+        (process,) = starts.begun
+        assert os.getpgid(process.pid) == process.pid
+    assert services.ConsolePopen is plain
 
 
 @pytest.fixture

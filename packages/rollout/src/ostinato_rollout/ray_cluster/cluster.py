@@ -6,6 +6,7 @@ are reserved whole or not at all, within a deadline. Knows nothing of who goes w
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 import ray
+from ray._private import services
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
@@ -145,8 +147,8 @@ def _wait_for_head(address: str) -> None:
 
 
 def init_ray(options: Mapping[str, Any]) -> None:
-    """`ray.init` with these options, which keeps this process's signal handlers; a cluster that is started here is tried again where Ray's
-    own limit for that, 30 s, ran out: on a busy host it takes longer.
+    """`ray.init` with these options, which keeps this process's signal handlers. The processes of a cluster that is started here get no signal
+    that is sent to this process's group. It is tried again where Ray's own limit for its start, 30 s, ran out: on a busy host it takes longer.
 
     Raises:
         ClusterError: There is no cluster at the address, or Ray does not take the settings, or the cluster did not start in time so often.
@@ -154,7 +156,7 @@ def init_ray(options: Mapping[str, Any]) -> None:
     for number in range(1, NUM_STARTS + 1):
         before = descendants(os.getpid())
         try:
-            with _own_signals():
+            with _own_signals(), _in_own_groups():
                 ray.init(**options, configure_logging=False)
             return
         except Exception as error:  # Ray raises anything, a bare Exception where its node was too slow
@@ -195,6 +197,22 @@ def _own_signals() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, handler)
+
+
+@contextlib.contextmanager
+def _in_own_groups() -> Iterator[None]:
+    """Has each process that Ray starts from here lead a process group of its own.
+
+    SIGTERM to the group of a command, as `timeout` sends it, would end the cluster before the command, which needs it for its own end: Ray ends a
+    process that misses its cluster for a minute. Ray itself protects its processes from SIGINT alone. They still end with this process, however
+    that ends: the kernel sees to it.
+    """
+    plain = services.ConsolePopen
+    services.ConsolePopen = functools.partial(plain, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = plain
 
 
 def _leave(own: set[int]) -> None:
