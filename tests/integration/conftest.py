@@ -51,7 +51,7 @@ def must_hold_no_checkpoint() -> Callable[[Path], None]:
 
     def check(folder: Path) -> None:
         names = [path.name for path in folder.iterdir()] if folder.exists() else []
-        assert set(names) <= {"metrics.jsonl", "engine.log"}, names
+        assert set(names) <= {"metrics.jsonl", "engine.log", "run.log"}, names
         for line in (folder / "metrics.jsonl").read_text().splitlines() if "metrics.jsonl" in names else ():
             json.loads(line)
 

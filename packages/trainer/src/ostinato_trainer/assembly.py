@@ -47,6 +47,7 @@ from ostinato_trainer.model_files import check_model_folder, check_positions, ch
 from ostinato_trainer.placement.executor import cluster_of, places_of
 from ostinato_trainer.restarts import restart_metrics, run_with_restarts
 from ostinato_trainer.rollouts import Rollouts, build_rollouts
+from ostinato_trainer.run_log import run_log
 
 if TYPE_CHECKING:
     from ostinato_trainer.placement.places import Places
@@ -86,6 +87,7 @@ def run_training(config: Config, *, on_step: Callable[[int, Mapping[str, float]]
             CheckpointManager(
                 trainer.local_dir, max_to_keep=trainer.max_ckpt_to_keep, best_metric=trainer.best_metric
             ) as folder,
+            run_log(folder.root, is_held=lambda: folder.is_held),
         ):
             point = resume_point(config.trainer, folder)
             run_interruptibly(_run_placed(config, folder, point, callbacks, causes))

@@ -62,6 +62,8 @@ class CheckpointManager:
         self._max_to_keep = max_to_keep
         self._best_metric = best_metric
         self._root_descriptor: int | None = None
+        self.is_held = False
+        """Whether a run has begun here; see `hold`."""
         self._publishing = threading.Lock()
         self._abandoned = False
         self._unfinished: Path | None = None
@@ -247,6 +249,7 @@ class CheckpointManager:
                 f"default_local_dir must belong to one run, got {self.root}, where another one has begun and ended meanwhile; "
                 "choose another folder, or start again to go on from there"
             )
+        self.is_held = True
 
     @contextlib.contextmanager
     def _unless_abandoned(self) -> Iterator[None]:
