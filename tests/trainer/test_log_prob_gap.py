@@ -202,6 +202,22 @@ async def test_tokens_of_an_older_policy_are_measured_and_not_warned_about(model
     assert caplog.text == ""
 
 
+@pytest.mark.parametrize(("gap", "is_far"), [(0.9, False), (1.1, True), (float("nan"), True)])
+def test_tokens_of_older_policies_alone_may_be_no_farther_than_training_goes(caplog, gap, is_far):
+    """Where sampling is always ahead, nothing else would tell of an engine with other weights; the run goes on or ends as the key says."""
+    trajectories = [segment((0, 6))]
+    batch = Batch.from_segments(segments_of(trajectories))
+    batch = batch.with_columns(old_log_probs=batch.rollout_log_probs.nan_to_num() - gap)
+    with caplog.at_level(logging.WARNING, logger="ostinato_trainer"):
+        metrics = LogProbGapWatch(configured(max_staleness=1)).observe(batch, trajectories, 7)
+    assert "training/log_probs_agree" not in metrics
+    assert ["tokens of earlier policies alone" in record.message for record in caplog.records] == [True] * is_far
+    if is_far:
+        check = LogProbCheckConfig(action="stop")
+        with pytest.raises(PolicyMismatchError, match=r"step 8: .* more than steps of training explain"):
+            LogProbGapWatch(configured(max_staleness=1, log_prob_check=check)).observe(batch, trajectories, 7)
+
+
 async def test_another_version_is_no_matter_of_course_where_sampling_and_training_take_turns(models, caplog):
     """An engine that did not take the newest weights, or does not say which it has, is named, once."""
     ran = await sampled_by(models["other"], SamplingParams(max_tokens=16, seed=1), version=3)

@@ -7,7 +7,7 @@ are not the trainer's. It is measured in every step; what looks wrong is said on
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from torch import Tensor
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 _LARGEST_MEAN: Final = {"float32": 0.005, "bfloat16": 0.05}
 """Mean of |difference of log-probabilities| up to which rounding explains it, by the type that the trainer computes in. Half precision on
 both sides gives about 0.01 to 0.03; float32 on both sides 1e-5."""
+_FARTHEST: Final = 1.0
+"""The same up to which steps of training explain it, on tokens of earlier versions: probabilities that differ e-fold on average are no drift."""
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
 _CHECK: Final = f"{_ROLLOUT}.log_prob_check"
 
@@ -114,7 +116,8 @@ class LogProbGapWatch:
         """The metrics of `log_prob_gap` over all trained tokens, and `training/log_probs_agree`, 1 or 0.
 
         What is held to the bound are the tokens that were sampled from this very policy: others may differ, which
-        `training/off_policy` and the rollout correction speak of. Where sampling and training take turns, there must be no others.
+        `training/off_policy` and the rollout correction speak of, but not by more than steps of training can. Where sampling and training
+        take turns, there must be no others.
 
         Args:
             batch: With `old_log_probs`; without, or where they are the engine's own (`bypass_mode`), there is nothing to compare.
@@ -146,6 +149,7 @@ class LogProbGapWatch:
             )
         mean = gap.get("training/rollout_log_probs_diff_mean")
         if mean is None:
+            self._look_at_others(policy_version + 1, metrics)
             return metrics
         agrees = mean <= self._bound  # NaN is not
         if agrees:
@@ -153,6 +157,18 @@ class LogProbGapWatch:
         else:
             self._alarm(*self._cause(policy_version + 1, mean, gap["training/rollout_log_probs_diff_max"]))
         return {**metrics, "training/log_probs_agree": float(agrees)}
+
+    def _look_at_others(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Where no token is of the current policy, and all that is known is how far it is from earlier ones."""
+        mean = metrics.get("training/rollout_log_probs_diff_mean")
+        if mean is None or self._sampling or mean <= _FARTHEST:  # NaN is not
+            return
+        self._alarm(
+            "far",
+            f"step {step}: log-probabilities of engine and trainer differ by {mean:.3g} on average, on tokens of earlier policies alone, more than "
+            f"steps of training explain{self._before()}; likely cause: the engine's weights are not the trainer's (another model, a weight update "
+            "that did not arrive whole); compare the two on one prompt, or with trainer.max_staleness=0, before training on",
+        )
 
     def _cause(self, step: int, mean: float, largest: float) -> tuple[str, str]:
         seen = (
