@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("ray")
 pytest.importorskip("zmq")
 
+import ray
 from ray._private import services
 
 from ostinato_rollout.ray_cluster import ClusterError, cluster, connected
@@ -169,13 +170,15 @@ def test_other_errors_of_a_start_are_not_tried_again(starts):
     assert len(starts.begun) == 2
 
 
-async def test_a_wait_for_places_ends_once_it_is_in_vain(monkeypatch):
-    """What looks meanwhile whether the cluster still has them ends the wait with its error, long before the deadline; nothing stays reserved."""
+async def test_a_wait_for_places_ends_once_it_is_in_vain(monkeypatch, caplog):
+    """What looks meanwhile whether the cluster still has them ends the wait with its error, long before the deadline; nothing stays reserved.
+    That it waits is said once, and what of the wanted is free: Ray has many resources of its own, and does not name those of which none is."""
     freed = []
     group = SimpleNamespace(wait=lambda timeout_s: False)
     monkeypatch.setattr(cluster, "placement_group", lambda bundles, strategy: group)
     monkeypatch.setattr(cluster, "remove_placement_group", freed.append)
-    monkeypatch.setattr(cluster, "free_resources", lambda: "0 CPU")
+    free = {"GPU": 3.0, "GPU_group_0_5f": 1.0, "node:10.0.0.1": 1.0, "object_store_memory": 5e9}
+    monkeypatch.setattr(ray, "available_resources", lambda: free)
     monkeypatch.setattr(cluster, "_LOOK_S", 0.0)
     looks = iter([None, None, ValueError("a node is gone")])
 
@@ -185,5 +188,11 @@ async def test_a_wait_for_places_ends_once_it_is_in_vain(monkeypatch):
             raise error
 
     with pytest.raises(ValueError, match="a node is gone"):
-        await cluster.reserve([{"CPU": 1.0}], timeout_s=3600.0, check=check)
+        await cluster.reserve([{"CPU": 1.0, "GPU": 1.0}] * 4, timeout_s=3600.0, check=check)
     assert freed == [group]
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        (
+            "WARNING",
+            "waiting up to 3600 s for 4 CPU, 4 GPU on one node, while 0 CPU, 3 GPU are free in the whole cluster",
+        )
+    ]

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -104,10 +104,14 @@ class ActorPlacement(msgspec.Struct, frozen=True, kw_only=True):
             )
         return options
 
+    def wanted(self) -> dict[str, float]:
+        """What it asks for, by Ray's names."""
+        amounts = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        return {name: amount for name, amount in amounts.items() if amount}
+
     def text(self) -> str:
         """What it asks for, for people."""
-        wanted = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
-        text = ", ".join(f"{amount:g} {name}" for name, amount in wanted.items() if amount) or "nothing"
+        text = amounts_text(self.wanted()) or "nothing"
         return text if self.placement_group is None else f"{text} in bundles {', '.join(map(str, self.bundles))}"
 
 
@@ -197,10 +201,10 @@ class ActorProcess:
 
     def unplaced(self) -> str:
         """What it waits for before it is there, for people."""
-        wanted = self._placement.text()
-        return (
-            f"no place for {wanted}, or a process that still starts, while {free_resources()} are free in the cluster"
-        )
+        if not (wanted := self._placement.wanted()):
+            return "a process that still starts"
+        free = free_resources(wanted)
+        return f"no place for {self._placement.text()}, or a process that still starts, while {free} are free in the cluster"
 
     async def ask(self, method: str, *arguments: Any) -> Any:
         """What a method of the body returns. Whoever goes meanwhile leaves it running there.
@@ -329,13 +333,18 @@ def own_node() -> str:
     return ray.get_runtime_context().get_node_id()
 
 
-def free_resources() -> str:
-    """What nobody has taken, for people."""
+def free_resources(names: Iterable[str]) -> str:
+    """How much of these, by Ray's names, nobody has taken, for people; of the whole cluster."""
     try:
         free = ray.available_resources()
     except RayError as error:
         return f"not known ({error})"
-    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(free.items()) if ":" not in name) or "none"
+    return amounts_text({name: free.get(name, 0.0) for name in names})
+
+
+def amounts_text(amounts: Mapping[str, float]) -> str:
+    """Amounts of resources, for people."""
+    return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items())
 
 
 def ray_in_short(error: BaseException) -> str:

@@ -24,7 +24,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from ostinato_rollout.errors import ClusterError
-from ostinato_rollout.ray_cluster.actors import free_resources, ray_in_short
+from ostinato_rollout.ray_cluster.actors import amounts_text, free_resources, ray_in_short
 from ostinato_rollout.ray_cluster.host_processes import descendants, wait_until_gone
 
 logger = logging.getLogger(__name__)
@@ -267,31 +267,31 @@ async def reserve(
     """
     group = placement_group([dict(bundle) for bundle in bundles], strategy="STRICT_PACK")
     start = looked = time.monotonic()
+    total = _total(bundles)
+    wanted = amounts_text(total)
     try:
         while not await asyncio.to_thread(group.wait, _POLL_S):
             now = time.monotonic()
             if now > start + timeout_s:
                 raise ClusterError(
-                    f"{_bundles_text(bundles)} must be free on one node within {timeout_s:g} s, got {free_resources()} free in the whole cluster; "
+                    f"{wanted} must be free on one node within {timeout_s:g} s, got {free_resources(total)} free in the whole cluster; "
                     "wait for other runs to end, or ask for less"
                 )
             if now < looked + _LOOK_S:
                 continue
             if looked == start:
-                logger.info(
+                logger.warning(
                     "waiting up to %g s for %s on one node, while %s are free in the whole cluster",
                     timeout_s,
-                    _bundles_text(bundles),
-                    free_resources(),
+                    wanted,
+                    free_resources(total),
                 )
             looked = now
             if check is not None:
                 check()
     except RayError as error:
         free(group)
-        raise ClusterError(
-            f"{_bundles_text(bundles)} must be reserved, got {ray_in_short(error)}; see `ray status`"
-        ) from error
+        raise ClusterError(f"{wanted} must be reserved, got {ray_in_short(error)}; see `ray status`") from error
     except BaseException:
         free(group)
         raise
@@ -304,9 +304,9 @@ def free(group: PlacementGroup) -> None:
         remove_placement_group(group)
 
 
-def _bundles_text(bundles: Sequence[Mapping[str, float]]) -> str:
+def _total(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
     total: dict[str, float] = {}
     for bundle in bundles:
         for name, amount in bundle.items():
             total[name] = total.get(name, 0.0) + amount
-    return ", ".join(f"{amount:g} {name}" for name, amount in total.items())
+    return total
