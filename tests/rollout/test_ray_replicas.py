@@ -233,8 +233,8 @@ async def test_settings_cross_as_plain_values_only():
 
 
 @pytest.mark.slow
-async def test_a_cancelled_start_leaves_no_process(replica_of):
-    """Whoever gives up a start, at any moment, has no actor afterwards."""
+async def test_a_cancelled_start_leaves_no_process(replica_of, caplog):
+    """Whoever gives up a start, at any moment, has no actor afterwards; that is no failure of the replica, and the log does not say so."""
     for delay_s in (0.0, 0.3):
         replica = replica_of("HangingAtStart")
         starting = asyncio.ensure_future(replica.start())
@@ -244,7 +244,9 @@ async def test_a_cancelled_start_leaves_no_process(replica_of):
             await starting
         if replica.place is not None:
             assert await gone([replica.place.pid]) == set()
+        assert (await replica.health()).state is EngineState.FAILED
         await replica.shutdown()
+    assert "must start" not in caplog.text
 
 
 async def test_without_a_cluster_nothing_is_started(replica_of, monkeypatch):

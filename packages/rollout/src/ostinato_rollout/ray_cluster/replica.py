@@ -201,7 +201,8 @@ class RayReplica(RemoteServer):
             except BaseException as error:
                 explained = self._start_error(error, is_late=deadline.expired())
                 # Nothing that has failed to start is tried again: its actor is gone.
-                self._fail(ReplicaLostError(f"replica must start, got {type(error).__name__}: {error}"))
+                failed = ReplicaLostError(f"replica must start, got {type(error).__name__}: {error}")
+                self._fail(failed, is_told=not isinstance(error, asyncio.CancelledError))
                 await self._ended()
                 if explained is not None:
                     raise explained from error
@@ -266,13 +267,14 @@ class RayReplica(RemoteServer):
         if not self._status.closed:
             self._fail(ReplicaLostError(f"replica's process must go on, got its end: {why}"))
 
-    def _fail(self, error: ReplicaLostError) -> None:
-        """The replica has failed for good: what waits there fails, nothing connects anew, and its process is ended."""
+    def _fail(self, error: ReplicaLostError, *, is_told: bool = True) -> None:
+        """The replica has failed for good: what waits there fails, nothing connects anew, and its process is ended; the log tells, if asked."""
         if self._status.failure is not None or self._status.closed:
             return
         self._status.failure = error
         self.endpoint = None
-        logger.warning("%s", error)
+        if is_told:
+            logger.warning("%s", error)
         if self._connecting is not None:
             self._connecting.cancel()
         if self._link is not None:
