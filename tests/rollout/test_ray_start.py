@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import socket
 import subprocess
+import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -75,6 +79,26 @@ def test_processes_of_a_cluster_lead_groups_of_their_own(starts, monkeypatch):
         (process,) = starts.begun
         assert os.getpgid(process.pid) == process.pid
     assert services.ConsolePopen is plain
+
+
+def test_the_server_of_a_cluster_does_not_take_sigterm(starts, monkeypatch, tmp_path):
+    """SIGTERM to all processes of a service or job leaves the command what it needs for its own end. What runs the actors takes it: they would
+    inherit that it does not."""
+    masks = {}
+
+    def init(**options):
+        for name in ("gcs_server", "raylet"):
+            (tmp_path / name).symlink_to(sys.executable)
+            command = [str(tmp_path / name), "-c", "import time; time.sleep(600)"]
+            process = services.start_ray_process(command, name, fate_share=True).process
+            starts.begun.append(process)
+            (blocked,) = re.findall(r"SigBlk:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+            masks[name] = {number for number in (signal.SIGINT, signal.SIGTERM) if int(blocked, 16) >> (number - 1) & 1}
+
+    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: [process.kill() for process in starts.begun])
+    with connected():
+        assert masks == {"gcs_server": {signal.SIGINT, signal.SIGTERM}, "raylet": {signal.SIGINT}}
 
 
 @pytest.fixture

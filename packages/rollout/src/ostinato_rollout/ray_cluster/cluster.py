@@ -34,6 +34,8 @@ ADDRESS_VARIABLE = "RAY_ADDRESS"
 HEAD_TIMEOUT_S = 30.0
 """Longest wait until something answers at a cluster's address: its head may be starting. Ray itself goes on for minutes."""
 NUM_STARTS = 3
+_HEAD_SERVER = "gcs_server"
+"""Name of the program."""
 _TOO_SLOW = "timed out during startup"
 """Of what Ray says then."""
 _POLL_S = 0.5
@@ -147,16 +149,16 @@ def _wait_for_head(address: str) -> None:
 
 
 def init_ray(options: Mapping[str, Any]) -> None:
-    """`ray.init` with these options, which keeps this process's signal handlers. The processes of a cluster that is started here get no signal
-    that is sent to this process's group. It is tried again where Ray's own limit for its start, 30 s, ran out: on a busy host it takes longer.
-
+    """`ray.init` with these options, which keeps this process's signal handlers. The processes of a cluster that is started here are out of
+    reach of signals to this process's group, and its server of SIGTERM altogether. The cluster is tried again where Ray's own limit for its start,
+    30 s, ran out: on a busy host it takes longer.
     Raises:
         ClusterError: There is no cluster at the address, or Ray does not take the settings, or the cluster did not start in time so often.
     """
     for number in range(1, NUM_STARTS + 1):
         before = descendants(os.getpid())
         try:
-            with _own_signals(), _in_own_groups():
+            with _own_signals(), _out_of_reach():
                 ray.init(**options, configure_logging=False)
             return
         except Exception as error:  # Ray raises anything, a bare Exception where its node was too slow
@@ -200,19 +202,33 @@ def _own_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _in_own_groups() -> Iterator[None]:
-    """Has each process that Ray starts from here lead a process group of its own.
+def _out_of_reach() -> Iterator[None]:
+    """Keeps SIGTERM that is meant for this command from the processes that Ray starts from here.
 
-    SIGTERM to the group of a command, as `timeout` sends it, would end the cluster before the command, which needs it for its own end: Ray ends a
-    process that misses its cluster for a minute. Ray itself protects its processes from SIGINT alone. They still end with this process, however
-    that ends: the kernel sees to it.
+    The command needs its cluster for its own end: Ray ends a process that misses the head for a minute. Each process leads a group of its own, for
+    SIGTERM to the command's group, as `timeout` sends it; and the head's server does not take SIGTERM at all, for one to every process of a
+    service or job, as systemd and Slurm send it. Ray itself protects its processes from SIGINT alone, and kills what SIGTERM does not end. They
+    still end with this process, however that ends: the kernel sees to it.
     """
     plain = services.ConsolePopen
-    services.ConsolePopen = functools.partial(plain, process_group=0)
+    services.ConsolePopen = functools.partial(_start_out_of_reach, plain)
     try:
         yield
     finally:
         services.ConsolePopen = plain
+
+
+def _start_out_of_reach(
+    plain: Callable[..., Any], command: Sequence[str], *, preexec_fn: Callable[[], None] | None = None, **options: Any
+) -> Any:
+    def prepare() -> None:
+        if preexec_fn is not None:
+            preexec_fn()
+        # The raylet has to take it: what it starts would inherit the mask.
+        if os.path.basename(command[0]) == _HEAD_SERVER:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    return plain(command, preexec_fn=prepare, process_group=0, **options)
 
 
 def _leave(own: set[int]) -> None:
