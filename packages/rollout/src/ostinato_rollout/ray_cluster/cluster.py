@@ -152,6 +152,7 @@ def init_ray(options: Mapping[str, Any]) -> None:
     """`ray.init` with these options, which keeps this process's signal handlers. The processes of a cluster that is started here are out of
     reach of signals to this process's group, and its server of SIGTERM altogether. The cluster is tried again where Ray's own limit for its start,
     30 s, ran out: on a busy host it takes longer.
+
     Raises:
         ClusterError: There is no cluster at the address, or Ray does not take the settings, or the cluster did not start in time so often.
     """
