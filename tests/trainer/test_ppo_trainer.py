@@ -23,6 +23,7 @@ from ostinato_trainer.batch import Batch
 from ostinato_trainer.config import Config
 from ostinato_trainer.config.loading import load_config
 from ostinato_trainer.errors import PolicyMismatchError, TrainingInterrupted
+from ostinato_trainer.metrics import log_prob_gap
 from ostinato_trainer.quickstart.run import make_files
 
 SMALL = (
@@ -398,6 +399,25 @@ def test_sampling_goes_on_while_the_policy_is_trained(
     assert worst == [0.0, 1.0, 1.0]
     assert all(math.isfinite(step["actor/pg_loss"]) for step in steps)
     assert [step["training/num_trajectories"] for step in steps] == [6.0] * 3
+
+
+@pytest.mark.parametrize("name", ["RecordingServer", "StaleServer"])
+def test_engines_are_asked_for_tokens_where_none_is_of_the_current_policy(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """With sampling always ahead of training, an engine that kept its old weights ends the run all the same, and one that has the new ones
+    agrees in each step."""
+    monkeypatch.setattr(log_prob_gap, "_LONGEST_UNKNOWN", 1)
+    monkeypatch.setattr(log_prob_gap, "fresh_tokens", lambda batch, *_: torch.zeros_like(batch.loss_mask))
+    keys = ("trainer.max_staleness=1", "trainer.total_training_steps=3", "actor_rollout_ref.actor.optim.lr=0.01")
+    stops = "actor_rollout_ref.rollout.log_prob_check.action=stop"
+    config = configured(home, tmp_path, varied_reward(tmp_path), *server_overrides(name, tmp_path), *keys, stops)
+    if name == "RecordingServer":
+        run_training(config)
+        assert [step["training/log_probs_agree"] for step in records(tmp_path)] == [1.0] * 3
+    else:
+        with pytest.raises(PolicyMismatchError, match=r"step 2: .*in step 1 it was .*old ones"):
+            run_training(config)
 
 
 def test_remax_runs_with_a_greedy_trajectory_for_each_group(home: Path, tmp_path: Path, trained: list[Batch]) -> None:

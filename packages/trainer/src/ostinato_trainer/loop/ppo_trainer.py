@@ -8,10 +8,11 @@ goes on meanwhile. The loop knows no engine, no device and no layout.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
-from ostinato_agent_loop import check_rollout
+from ostinato_agent_loop import Trajectory, check_rollout
 from ostinato_trainer.algorithms.advantages import advantage_estimator
 from ostinato_trainer.config import Config
 from ostinato_trainer.loggers.base import STEP_METRIC
@@ -21,6 +22,7 @@ from ostinato_trainer.loop.experience import batch_of, prepare_batch, with_basel
 from ostinato_trainer.loop.parts import Stopwatch, TrainerParts
 from ostinato_trainer.loop.policy_update import PolicyUpdate
 from ostinato_trainer.loop.watchdog import Watchdog
+from ostinato_trainer.loop.weight_probe import sample_probe
 from ostinato_trainer.loop.work_thread import WorkThread
 from ostinato_trainer.metrics.learning_watch import LearningWatch
 from ostinato_trainer.metrics.log_prob_gap import LogProbGapWatch
@@ -112,6 +114,8 @@ class PPOTrainer:
             rollout.trajectories,
             policy_version=self.step - 1,
         )
+        if self._gap_watch.wants_probe:
+            metrics |= await self._probe(rollout.trajectories)
         if parts.critic is not None:
             with clock("update_critic"):
                 metrics |= await compute(self._critic_update.run, batch, parts.critic)
@@ -128,6 +132,15 @@ class PPOTrainer:
             **metrics,
             "training/epoch": parts.sampling.epoch,
         }
+
+    async def _probe(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Whether engines have the weights that the next update begins with."""
+        temperature, version = self.config.actor_rollout_ref.rollout.temperature, self.step - 1
+        probe = await sample_probe(self.parts.pool.servers, trajectories, version=version, temperature=temperature)
+        if probe is None:
+            return {}
+        log_probs = await self._thread.run(partial(self.parts.backend.log_probs, probe, temperature=temperature))
+        return self._gap_watch.observe_probe(probe.with_columns(old_log_probs=log_probs), version)
 
     async def validate(self) -> dict[str, float]:
         """Sample the validation rows with `val_kwargs` and return the metrics `val-core/...` and `val-aux/...`."""

@@ -26,6 +26,8 @@ _LARGEST_MEAN: Final = {"float32": 0.005, "bfloat16": 0.05}
 both sides gives about 0.01 to 0.03; float32 on both sides 1e-5."""
 _FARTHEST: Final = 1.0
 """The same up to which steps of training explain it, on tokens of earlier versions: probabilities that differ e-fold on average are no drift."""
+_LONGEST_UNKNOWN: Final = 10
+"""Steps without a token of the current policy after which engines are asked for some."""
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
 _CHECK: Final = f"{_ROLLOUT}.log_prob_check"
 
@@ -109,6 +111,8 @@ class LogProbGapWatch:
         self._bypassed = config.algorithm.rollout_correction.bypass_mode
         self._in_turn = config.trainer.max_staleness == 0
         self._said: set[str] = set()
+        self._num_unknown = 0
+        """Steps in a row without a token of the current policy."""
         self._agreed: tuple[int, float] | None = None
         """The last step in which both agreed, and its mean."""
 
@@ -149,14 +153,37 @@ class LogProbGapWatch:
             )
         mean = gap.get("training/rollout_log_probs_diff_mean")
         if mean is None:
+            self._num_unknown += 1
             self._look_at_others(policy_version + 1, metrics)
             return metrics
+        self._num_unknown = 0
+        return {**metrics, **self._judge(policy_version + 1, gap)}
+
+    @property
+    def wants_probe(self) -> bool:
+        """Whether it has been unknown for long if both agree: `observe_probe` would tell."""
+        return self._num_unknown >= _LONGEST_UNKNOWN
+
+    def observe_probe(self, probe: Batch, policy_version: int) -> dict[str, float]:
+        """As `observe`, on tokens that engines sampled of the current policy for this alone.
+
+        Args:
+            probe: With `old_log_probs`.
+            policy_version: Of the policy.
+        """
+        assert probe.old_log_probs is not None
+        self._num_unknown = 0
+        gap = log_prob_gap(probe.rollout_log_probs, probe.old_log_probs, probe.loss_mask)
+        return self._judge(policy_version + 1, gap) if "training/rollout_log_probs_diff_mean" in gap else {}
+
+    def _judge(self, step: int, gap: Mapping[str, float]) -> dict[str, float]:
+        mean = gap["training/rollout_log_probs_diff_mean"]
         agrees = mean <= self._bound  # NaN is not
         if agrees:
-            self._agreed = (policy_version + 1, mean)
+            self._agreed = (step, mean)
         else:
-            self._alarm(*self._cause(policy_version + 1, mean, gap["training/rollout_log_probs_diff_max"]))
-        return {**metrics, "training/log_probs_agree": float(agrees)}
+            self._alarm(*self._cause(step, mean, gap["training/rollout_log_probs_diff_max"]))
+        return {"training/log_probs_agree": float(agrees)}
 
     def _look_at_others(self, step: int, metrics: Mapping[str, float]) -> None:
         """Where no token is of the current policy, and all that is known is how far it is from earlier ones."""
