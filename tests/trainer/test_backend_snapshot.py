@@ -74,6 +74,8 @@ def test_a_snapshot_is_written_while_the_model_computes_in_another_type(
     tmp_path: Path, lora: LoraOptions | None
 ) -> None:
     """The thread that writes it meets the model in the middle of a pass: weights and configuration are those of the moment of the snapshot."""
+    if lora is not None:
+        pytest.importorskip("peft")
     torch.manual_seed(1)
     options = LocalBackendOptions(device="cpu", dtype="bfloat16", lr=0.1, lora=lora)
     backend = LocalBackend(LlamaForCausalLM(LlamaConfig(**SHAPE)), options)  # pyright: ignore[reportArgumentType]
