@@ -713,16 +713,22 @@ async def test_a_sleeping_engine_has_memory_for_the_weights_that_it_takes(starte
     assert not any(engine.asleep for engine in engines)
 
 
-@pytest.mark.parametrize("kind", [DeepSleeper, Engine])
-async def test_a_replica_that_waits_for_weights_takes_them_in_a_sleeping_pool(started, kind):
-    """It sleeps like the others, if its kind does, so it is woken for them like the others."""
-    pool, engines, _ = await started(engines=[kind(), kind()])
-    pool._revival._make_server = lambda index: kind()
+async def given_weights_asleep(started, first, later):
+    """A pool of two, and the engines that it began with, after weights came in its sleep; the first replica, lost before, was waiting for them."""
+    pool, engines, _ = await started(engines=[first(), first()])
+    pool._revival._make_server = lambda index: later()
     await pool.update_weights(manifest(1), list)
     pool.take_out(engines[0], failure_of("it died"))
     await until(lambda: pool.states[0] is ReplicaState.WAITING_FOR_WEIGHTS)
     await pool.sleep()
     await pool.update_weights(manifest(2), list)
+    return pool, engines
+
+
+@pytest.mark.parametrize("kind", [DeepSleeper, Engine])
+async def test_a_replica_that_waits_for_weights_takes_them_in_a_sleeping_pool(started, kind):
+    """It sleeps like the others, if its kind does, so it is woken for them like the others."""
+    pool, _ = await given_weights_asleep(started, kind, kind)
     assert (set(pool.states.values()), pool.lost) == ({ReplicaState.ASLEEP}, {})
     await pool.wake_up()
     assert (serving(pool), [server.policy_version for server in pool.servers]) == ([0, 1], [2, 2])
@@ -738,13 +744,7 @@ class Sleepless(Engine):
 @pytest.mark.parametrize(("first", "later"), [(Engine, Sleepless), (Sleepless, DeepSleeper)])
 async def test_a_replica_that_gets_its_weights_while_others_sleep_is_what_its_kind_is(started, first, later):
     """One that never sleeps serves, also once those that sleep are lost; one that sleeps is woken for its weights, and sleeps on."""
-    pool, engines, _ = await started(engines=[first(), first()])
-    pool._revival._make_server = lambda index: later()
-    await pool.update_weights(manifest(1), list)
-    pool.take_out(engines[0], failure_of("it died"))
-    await until(lambda: pool.states[0] is ReplicaState.WAITING_FOR_WEIGHTS)
-    await pool.sleep()
-    await pool.update_weights(manifest(2), list)
+    pool, engines = await given_weights_asleep(started, first, later)
     states = {Sleepless: ReplicaState.SERVING, Engine: ReplicaState.ASLEEP, DeepSleeper: ReplicaState.ASLEEP}
     assert (pool.states, pool.lost) == ({0: states[later], 1: states[first]}, {})
     if later is Sleepless:

@@ -37,14 +37,14 @@ async def sample_probe(
     if not prompt:
         return None
     params = SamplingParams(max_tokens=_NUM_TOKENS, temperature=temperature)
-    asked = (_continued(server, prompt, params, f"probe-{version}-{place}") for place, server in enumerate(servers))
-    found = [segment for segment in await asyncio.gather(*asked) if segment is not None and segment[0] == version]
-    return Batch.from_segments([segment for _, segment in found]) if found else None
+    asked = (_continued(server, prompt, params, version, f"probe-{version}-{at}") for at, server in enumerate(servers))
+    found = [segment for segment in await asyncio.gather(*asked) if segment is not None]
+    return Batch.from_segments(found) if found else None
 
 
 async def _continued(
-    server: AsyncServerBase, prompt: list[int], params: SamplingParams, name: str
-) -> tuple[int, Segment] | None:
+    server: AsyncServerBase, prompt: list[int], params: SamplingParams, version: int, name: str
+) -> Segment | None:
     try:
         async with asyncio.timeout(_PATIENCE_S):
             try:
@@ -55,8 +55,8 @@ async def _continued(
     except Exception as error:
         logger.info("A replica could not be asked for tokens of its weights: %s: %s", type(error).__name__, error)
         return None
-    if not output.token_ids or output.logprobs is None or len(output.policy_versions) != 1:
+    versions = [span.version for span in output.policy_versions]
+    if not output.token_ids or output.logprobs is None or versions != [version]:
         return None
     mask = [1] * len(output.token_ids)
-    segment = Segment(prompt, output.token_ids, mask, output.logprobs, group_id=name, trajectory_id=name, reward=0.0)
-    return output.policy_versions[0].version, segment
+    return Segment(prompt, output.token_ids, mask, output.logprobs, group_id=name, trajectory_id=name, reward=0.0)
